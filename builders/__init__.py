@@ -1,0 +1,1 @@
+"""Offline: a checkpoint becomes a bundle. May import edgevlm; edgevlm never imports it."""
