@@ -1,0 +1,1 @@
+"""How a block is spelled for one kind of executor."""

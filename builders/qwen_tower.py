@@ -1,0 +1,146 @@
+"""The vision tower of Qwen2-VL and Qwen2.5-VL: one graph, or a chain of stages of whole blocks.
+
+Patches keep the order of pixel_values; a windowed block gathers its windows and puts them back.
+
+| tensor | shape |
+|---|---|
+| pixel_values | [num_patches, patch_dim] |
+| hidden, vision_states.N | [num_patches, hidden_size] |
+| image_features | [num_patches / merge^2, out_hidden_size] |
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from builders.blocks import Lowering, reshape
+from builders.decoder import GraphFile
+from builders.graph import Graph
+from builders.tensors import vision_hidden_states
+from builders.weights import WeightSource
+from edgevlm.bundle import TensorSpec
+from edgevlm.config import VisionConfig
+
+NORM_EPS = 1e-6  # transformers' Qwen2VLVisionBlock, Qwen2_5_VLVisionBlock and PatchMerger
+
+
+@dataclass(frozen=True)
+class VisionPart:
+    """Blocks `first` up to `end`; the merger belongs to the part that ends with the last block."""
+
+    first: int
+    end: int
+
+
+def vision_graph(
+    lowering: Lowering,
+    source: WeightSource,
+    vision: VisionConfig,
+    path: Path,
+    part: VisionPart | None = None,
+) -> GraphFile:
+    """Write the tower, or one stage of it."""
+    part = part or VisionPart(0, vision.depth)
+    inputs, outputs = _border(lowering, vision, part)
+    tower = _Tower(lowering, source, vision)
+    with Graph(path, lowering.opset, lowering.ir_version) as g:
+        for spec in inputs:
+            g.input(spec)
+        for spec in outputs:
+            g.output(spec)
+        if part.first == 0:
+            hidden = tower.patch_embed(g)
+        else:
+            hidden = f"vision_states.{part.first}"
+        branch: str | None = None
+        for block in range(part.first, part.end):
+            hidden, branch = tower.block(g, block, hidden, branch)
+        if part.end == vision.depth:
+            tower.merger(g, hidden, branch)
+        else:
+            assert branch is not None, "a part has blocks"
+            name = f"vision_states.{part.end}"
+            g.node("Add", [branch, hidden], f"/{name}", output=name)
+        g.save()
+        return GraphFile(path, inputs, outputs, g.weight_bytes())
+
+
+def _border(
+    lowering: Lowering, vision: VisionConfig, part: VisionPart
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    whole = lowering.vision_interface(vision)
+    inputs = list(whole.inputs)
+    if part.first > 0:
+        inputs[0] = vision_hidden_states(vision, part.first, lowering.dtype)
+    if not any(_windowed(vision, block) for block in range(part.first, part.end)):
+        inputs = [spec for spec in inputs if not spec.name.startswith("window_")]
+    if part.end == vision.depth:
+        return tuple(inputs), whole.outputs
+    return tuple(inputs), (vision_hidden_states(vision, part.end, lowering.dtype),)
+
+
+def _windowed(vision: VisionConfig, block: int) -> bool:
+    return vision.window_size is not None and block not in vision.fullatt_block_indexes
+
+
+class _Tower:
+    """Writes the tower's parts; every weight is read when its node is written."""
+
+    def __init__(self, lowering: Lowering, source: WeightSource, vision: VisionConfig) -> None:
+        self.lowering, self.source, self.vision = lowering, source, vision
+
+    def patch_embed(self, g: Graph) -> str:
+        """The convolution's stride is its kernel, so it is one product per patch."""
+        kernel = self.source.tensor("visual.patch_embed.proj.weight")
+        weight = kernel.reshape(self.vision.hidden_size, self.vision.patch_dim)
+        return self.lowering.linear(g, "/patch_embed", "pixel_values", weight)
+
+    def block(self, g: Graph, block: int, hidden: str, branch: str | None) -> tuple[str, str]:
+        """One block on `hidden + branch`; (hidden, branch) again, whose sum is its output."""
+        at, path = f"visual.blocks.{block}", f"/blocks.{block}"
+        normed, hidden = self._norm(g, f"{path}/norm1", f"{at}.norm1", hidden, branch)
+        qkv = self._linear(g, f"{path}/attn/qkv", f"{at}.attn.qkv", normed)
+        windowed = _windowed(self.vision, block)
+        y = self.lowering.vision_attention(g, f"{path}/attn", qkv, self.vision, windowed)
+        y = self._linear(g, f"{path}/attn/proj", f"{at}.attn.proj", y)
+        normed, hidden = self._norm(g, f"{path}/norm2", f"{at}.norm2", hidden, y)
+        return hidden, self._mlp(g, f"{path}/mlp", f"{at}.mlp", normed)
+
+    def merger(self, g: Graph, hidden: str, branch: str | None) -> None:
+        """Norm each patch, put merge x merge of them side by side, two layers."""
+        vision = self.vision
+        normed, _ = self._norm(g, "/merger/ln_q", "visual.merger.ln_q", hidden, branch)
+        width = vision.hidden_size * vision.spatial_merge_size**2
+        x = reshape(g, "/merger/side_by_side", normed, [-1, width])
+        x = self._linear(g, "/merger/mlp.0", "visual.merger.mlp.0", x)
+        x = self.lowering.activation(g, "/merger/mlp.1", x, "gelu")
+        x = self._linear(g, "/merger/mlp.2", "visual.merger.mlp.2", x)
+        g.node("Identity", [x], "/image_features", output="image_features")
+
+    def _mlp(self, g: Graph, path: str, at: str, x: str) -> str:
+        if self.vision.model_type == "qwen2_vl":
+            x = self._linear(g, f"{path}/fc1", f"{at}.fc1", x)
+            x = self.lowering.activation(g, f"{path}/act", x, self.vision.hidden_act)
+            return self._linear(g, f"{path}/fc2", f"{at}.fc2", x)
+        # Gate and up stay two products: for a picture's many rows a split is only a copy.
+        gate = self._linear(g, f"{path}/gate_proj", f"{at}.gate_proj", x)
+        up = self._linear(g, f"{path}/up_proj", f"{at}.up_proj", x)
+        gate = self.lowering.activation(g, f"{path}/act", gate, self.vision.hidden_act)
+        return self._linear(
+            g, f"{path}/down_proj", f"{at}.down_proj", g.node("Mul", [gate, up], f"{path}/Mul")
+        )
+
+    def _linear(self, g: Graph, path: str, at: str, x: str) -> str:
+        weight, bias = self.source.tensor(f"{at}.weight"), self.source.tensor(f"{at}.bias")
+        return self.lowering.linear(g, path, x, weight, bias)
+
+    def _norm(self, g: Graph, path: str, at: str, x: str, branch: str | None) -> tuple[str, str]:
+        """(normed, sum) of x + branch; LayerNorm in Qwen2-VL, RMSNorm in Qwen2.5-VL."""
+        weight = self.source.tensor(f"{at}.weight")
+        if self.vision.model_type == "qwen2_vl":
+            bias = self.source.tensor(f"{at}.bias")
+            if branch is None:
+                return self.lowering.layer_norm(g, path, x, weight, bias, NORM_EPS), x
+            return self.lowering.add_layer_norm(g, path, branch, x, weight, bias, NORM_EPS)
+        if branch is None:
+            return self.lowering.rms_norm(g, path, x, weight, NORM_EPS), x
+        return self.lowering.add_rms_norm(g, path, branch, x, weight, NORM_EPS)
