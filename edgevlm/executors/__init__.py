@@ -1,0 +1,1 @@
+"""What runs a bundle's graphs: one file per library, behind executors/base.py."""

@@ -1,0 +1,183 @@
+"""Runs a bundle on the CPU with ONNX Runtime.
+
+Inputs, outputs and the KV cache lie in pools of ours at planned offsets; what ONNX Runtime needs
+between its nodes comes from one arena of exactly the planned size, shared by all graphs. Nothing
+is taken after start: a run that needs more than the plan says is an error, not growth.
+"""
+
+import logging
+import os
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgevlm.bundle import Bundle, PhaseName, StageSpec, TensorSpec
+from edgevlm.errors import ExecutorError
+from edgevlm.memory_plan import ALIGNMENT, Placement, PoolName
+
+log = logging.getLogger(__name__)
+
+MAX_BINDINGS = 32  # a decode step reuses its binding; prefill chunks come in few shapes
+POOLS: tuple[PoolName, ...] = ("kv_cache", "io")  # largest first
+
+
+class HostExecutor:
+    """The executor for the target `host`. See `Executor` for the verbs."""
+
+    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
+        self.allocations_after_start = 0
+        self._sealed = False
+        self._closed = False
+        plan = bundle.manifest.plan
+        try:
+            pools = {name: self._take(plan.pool(name).bytes) for name in POOLS}
+            self._placements = {p.name: p for p in plan.placements}
+            self._views = {p.name: _view(pools[p.pool], p) for p in plan.placements}
+            options = _session_options(threads or available_cores())
+            _register_arena(plan.pool("activations").bytes)
+            self._sessions = {
+                stage.file: ort.InferenceSession(
+                    str(bundle.file(stage.file)), options, providers=["CPUExecutionProvider"]
+                )
+                for stages in bundle.manifest.phases.values()
+                for stage in stages
+            }
+        except MemoryError as error:
+            raise ExecutorError(
+                f"the machine refused {plan.total_bytes:,} bytes that the plan needs; "
+                "free memory or build with smaller limits"
+            ) from error
+        except Exception as error:  # ONNX Runtime raises classes of its own, one per status
+            raise ExecutorError(f"ONNX Runtime cannot load {bundle.path}: {error}") from error
+        self._phases = bundle.manifest.phases
+        self._bindings: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {}
+        self._sealed = True
+
+    def staging(self, name: str, rows: int, start: int = 0) -> NDArray[Any]:
+        """The tensor's own rows: what is prepared here is already written."""
+        view = self._view(name)
+        _check_rows(name, rows, start, view)
+        return view[start : start + rows]
+
+    def write(self, name: str, array: NDArray[Any], start: int = 0) -> None:
+        """Copy rows into the tensor, unless they already are its rows."""
+        view = self._view(name)
+        _check_rows(name, len(array), start, view)
+        target = view[start : start + len(array)]
+        if array.ctypes.data != target.ctypes.data:
+            target[...] = array
+
+    def run(self, phase: PhaseName, **dims: int) -> None:
+        """Run every stage of a phase. Returns when it is done."""
+        if self._closed:
+            raise ExecutorError("this executor is closed; open the bundle again")
+        key = (phase, *sorted(dims.items()))
+        bindings = self._bindings.get(key)
+        if bindings is None:
+            if phase not in self._phases:
+                raise ExecutorError(f"this bundle has no {phase} graph: its model reads text only")
+            bindings = [self._bind(stage, dims) for stage in self._phases[phase]]
+            if len(self._bindings) >= MAX_BINDINGS:
+                del self._bindings[next(iter(self._bindings))]
+            self._bindings[key] = bindings
+        try:
+            for session, binding in bindings:
+                session.run_with_iobinding(binding)
+        except Exception as error:  # as above: no common base class
+            raise ExecutorError(f"ONNX Runtime failed in {phase} {dims}: {error}") from error
+
+    def read(self, name: str) -> NDArray[Any]:
+        """The whole tensor; a view, valid until the next run."""
+        return self._view(name)
+
+    def close(self) -> None:
+        """Let go of graphs and pools."""
+        self._closed = True
+        self._bindings.clear()
+        self._sessions.clear()
+        self._views.clear()
+
+    def _take(self, nbytes: int) -> NDArray[np.uint8]:
+        if self._sealed:
+            self.allocations_after_start += 1
+            raise ExecutorError(f"{nbytes:,} bytes asked for after start; this is a bug in edgevlm")
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+        raw.fill(0)  # touch every page now, so that the plan is a promise and not a hope
+        skip = -raw.ctypes.data % ALIGNMENT
+        return raw[skip : skip + nbytes]
+
+    def _view(self, name: str) -> NDArray[Any]:
+        try:
+            return self._views[name]
+        except KeyError:
+            if self._closed:
+                raise ExecutorError("this executor is closed; open the bundle again") from None
+            raise ValueError(f"the plan has no tensor {name!r}") from None
+
+    def _bind(self, stage: StageSpec, dims: dict[str, int]) -> tuple[Any, Any]:
+        session = self._sessions[stage.file]
+        binding = session.io_binding()
+        for spec in stage.inputs:
+            binding.bind_input(*self._address(spec, dims))
+        for spec in stage.outputs:
+            binding.bind_output(*self._address(spec, dims))
+        return session, binding
+
+    def _address(self, spec: TensorSpec, dims: dict[str, int]) -> tuple[Any, ...]:
+        """Arguments of bind_input and bind_output. Raises ValueError beyond the placement."""
+        placement = self._placements[spec.placement]
+        shape = [dims[d] if isinstance(d, str) else d for d in spec.shape]
+        offset = placement.row_bytes * (dims[spec.start] if spec.start else 0)
+        nbytes = int(np.prod(shape)) * np.dtype(spec.dtype).itemsize
+        if offset < 0 or offset + nbytes > placement.nbytes:
+            raise ValueError(
+                f"{spec.name} {shape} at byte {offset} does not fit {placement.name} "
+                f"{list(placement.shape)}"
+            )
+        address = self._views[placement.name].ctypes.data + offset
+        return spec.name, "cpu", 0, np.dtype(spec.dtype), shape, address
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _register_arena(nbytes: int) -> None:
+    """One arena for what lies between nodes, taken in one piece and never larger."""
+    limits = {
+        "max_mem": nbytes,
+        "initial_chunk_size_bytes": nbytes,
+        "arena_extend_strategy": 1,  # as requested
+        "max_dead_bytes_per_chunk": 1 << 20,
+    }
+    memory = ort.OrtMemoryInfo(
+        "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
+    )
+    # The latest registration serves the sessions made after it; earlier ones keep theirs.
+    ort.create_and_register_allocator(memory, ort.OrtArenaCfg(limits))
+
+
+def _session_options(threads: int) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # what went wrong is in the exception
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    # Weights are not activations: keep them out of the arena.
+    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+    return options
+
+
+def _view(pool: NDArray[np.uint8], placement: Placement) -> NDArray[Any]:
+    rows = pool[placement.offset : placement.offset + placement.nbytes]
+    return rows.view(placement.dtype).reshape(placement.shape)
+
+
+def _check_rows(name: str, rows: int, start: int, view: NDArray[Any]) -> None:
+    if start < 0 or start + rows > len(view):
+        raise ValueError(f"rows {start} to {start + rows} of {name}, which has {len(view)}")

@@ -1,0 +1,187 @@
+"""One model on one executor: token ids and pictures in, logits out.
+
+Knows names, slots and positions; knows no text, no sampling, no address and no library.
+
+| call | writes | runs | returns |
+|---|---|---|---|
+| encode_image | pixel_values, vision rope, windows | vision | - (rows of inputs_embeds) |
+| prefill | inputs_embeds, position_ids, write_indices | prefill, per chunk | float32 [vocab] |
+| decode | the same, one row per slot | decode | float32 [slots in the batch, vocab] |
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from edgevlm.bundle import EMBEDDING_TABLE, Bundle
+from edgevlm.executors.base import Executor
+from edgevlm.positions import Grid, rope_rows, vision_rope, vision_windows
+from edgevlm.preprocess import patchify
+
+
+@dataclass
+class Slot:
+    """One sequence's place in the KV cache, and what lies there."""
+
+    index: int
+    keys: NDArray[np.int64] = field(repr=False)  # [max_seq_len]; the first `length` are valid
+    length: int = 0
+    delta: int = 0  # position of the next token minus `length`
+    busy: bool = False
+
+    def common_prefix(self, keys: NDArray[np.int64]) -> int:
+        """How many tokens at the beginning of `keys` are already in this slot's cache."""
+        n = min(self.length, len(keys))
+        differ = np.flatnonzero(self.keys[:n] != keys[:n])
+        return int(differ[0]) if len(differ) else n
+
+
+class ModelRunner:
+    """Runs vision, prefill and decode of one bundle; owns what the slots remember."""
+
+    def __init__(self, bundle: Bundle, executor: Executor) -> None:
+        manifest = bundle.manifest
+        self.model = manifest.model
+        self.limits = manifest.limits
+        self.executor = executor
+        text = self.model.text
+        table = np.memmap(
+            bundle.file(EMBEDDING_TABLE),
+            np.float16,
+            mode="r",
+            shape=(text.vocab_size, text.hidden_size),
+        )
+        self._embedding: NDArray[np.float16] = np.asarray(table)
+        self.slots = [
+            Slot(i, np.zeros(self.limits.max_seq_len, np.int64)) for i in range(self.limits.slots)
+        ]
+        self._positions = np.zeros(self.limits.slots, np.int64)
+        self._lengths = np.zeros(self.limits.slots, np.int64)
+        every = np.arange(self.limits.max_seq_len)
+        axes = 1 if text.rope.scheme == "plain" else 3
+        self._write_rope(np.broadcast_to(every, (axes, len(every))), 0)
+
+    def encode_image(self, resized: Image.Image, grid: Grid, row: int) -> None:
+        """Write a resized picture's features into inputs_embeds from `row` on.
+
+        `grid` (t, h, w) in patches is what `image_grid` gave for the picture before its resize.
+        """
+        vision, processor = self.model.vision, self.model.image_processor
+        assert vision is not None and processor is not None
+        patches = grid[0] * grid[1] * grid[2]
+        pixels = self.executor.staging("pixel_values", patches)
+        patchify(resized, processor, pixels)
+        self.executor.write("pixel_values", pixels)
+        cos, sin = vision_rope(grid, vision)
+        self.executor.write("vision_cos", cos)
+        self.executor.write("vision_sin", sin)
+        dims = {}
+        if vision.window_size is not None:
+            windows = vision_windows(grid, vision)
+            mask = windows.window_mask
+            self.executor.write("window_index", windows.window_index.reshape(mask.shape))
+            self.executor.write("window_mask", mask)
+            self.executor.write("window_position", windows.window_position)
+            dims["num_windows"] = len(mask)
+        tokens = patches // vision.spatial_merge_size**2
+        self.executor.run(
+            "vision", num_patches=patches, num_image_tokens=tokens, image_row=row, **dims
+        )
+
+    def prefill(
+        self,
+        slot: Slot,
+        ids: NDArray[np.int64],
+        keys: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        start: int,
+        image_rows: NDArray[np.bool_] | None = None,
+    ) -> NDArray[np.float32]:
+        """Compute tokens `start`.. of a prompt in chunks; logits of the last position [vocab].
+
+        `ids`, `keys` [n]; `positions` [1 or 3, n]; the first `start` tokens are in the slot's
+        cache. Rows where `image_rows` is set were written by `encode_image`.
+        """
+        n = len(ids)
+        slot.length = start
+        slot.delta = int(positions[:, -1].max()) + 1 - n
+        for begin in range(start, n, self.limits.max_prefill_chunk):
+            end = min(begin + self.limits.max_prefill_chunk, n)
+            self._write_text_rows(ids, image_rows, begin, end)
+            self._write_positions(positions, begin, end)
+            self.executor.write("write_indices", np.array([begin], np.int64))
+            self.executor.run(
+                "prefill", batch_size=1, sequence_length=end - begin, row=begin, slot=slot.index
+            )
+            slot.keys[begin:end] = keys[begin:end]
+            slot.length = end
+        logits: NDArray[np.float32] = self.executor.read("logits")
+        return logits[0]
+
+    def decode(self, steps: Sequence[tuple[Slot, int]]) -> dict[int, NDArray[np.float32]]:
+        """Add one token to each sequence in one batch; logits [vocab] by slot index.
+
+        Raises ValueError where a slot is full.
+        """
+        low = min(slot.index for slot, _ in steps)
+        high = max(slot.index for slot, _ in steps) + 1
+        rows = self.executor.staging("inputs_embeds", high - low, self.limits.max_seq_len)
+        for slot, token in steps:
+            if slot.length >= self.limits.max_seq_len:
+                raise ValueError(f"slot {slot.index} is full")
+            rows[slot.index - low] = self._embedding[token]
+            slot.keys[slot.length] = token
+        for slot in self.slots[low:high]:
+            # A slot that only lies in between writes one row past what it remembers.
+            slot.length = min(slot.length, self.limits.max_seq_len - 1)
+            self._lengths[slot.index] = slot.length
+            self._positions[slot.index] = slot.length + slot.delta
+        self.executor.write("inputs_embeds", rows, self.limits.max_seq_len)
+        self.executor.write("position_ids", self._positions[low:high])
+        self.executor.write("write_indices", self._lengths[low:high])
+        self.executor.run(
+            "decode",
+            batch_size=high - low,
+            sequence_length=1,
+            row=self.limits.max_seq_len,
+            slot=low,
+        )
+        for slot, _ in steps:
+            slot.length += 1
+        logits = self.executor.read("logits")
+        return {slot.index: logits[slot.index - low] for slot, _ in steps}
+
+    def _write_text_rows(
+        self,
+        ids: NDArray[np.int64],
+        image_rows: NDArray[np.bool_] | None,
+        begin: int,
+        end: int,
+    ) -> None:
+        """Gather the embeddings of tokens begin..end, leaving the rows of pictures alone."""
+        if image_rows is None or not image_rows[begin:end].any():
+            self.executor.write("inputs_embeds", self._embedding[ids[begin:end]], begin)
+            return
+        edges = np.flatnonzero(np.diff(image_rows[begin:end])) + begin + 1
+        for low, high in itertools.pairwise([begin, *edges.tolist(), end]):
+            if not image_rows[low]:
+                self.executor.write("inputs_embeds", self._embedding[ids[low:high]], low)
+
+    def _write_positions(self, positions: NDArray[np.int64], begin: int, end: int) -> None:
+        """Point position_ids at the rope rows of tokens begin..end, writing them if need be."""
+        chunk = positions[:, begin:end]
+        if (chunk == chunk[0]).all():  # a row of the table that was written at start
+            self.executor.write("position_ids", chunk[0])
+            return
+        first = self.limits.max_seq_len
+        self._write_rope(chunk, first)
+        self.executor.write("position_ids", np.arange(first, first + end - begin))
+
+    def _write_rope(self, positions: NDArray[np.int64], row: int) -> None:
+        cos, sin = rope_rows(positions, self.model.text)
+        self.executor.write("rope_cos", cos, row)
+        self.executor.write("rope_sin", sin, row)
