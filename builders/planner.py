@@ -1,0 +1,236 @@
+"""The memory plan from config.json alone: every pool with its bytes and its formula.
+
+Knows sizes, not weights. After a build `with_report` puts the compiler's figures in its place.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+from builders.blocks import WeightPolicy
+from builders.decoder import TextPart
+from builders.engine import plan_stages
+from builders.lowering import host_memory
+from builders.models import FAMILIES
+from builders.quantize import choose_group_size
+from builders.qwen_tower import VisionPart
+from builders.targets import Target
+from builders.tensors import TensorShape, cache_shapes, io_shapes, new_cache_shapes
+from edgevlm.config import Limits, ModelConfig
+from edgevlm.memory_plan import DType, MemoryPlan, Placement, Pool, PoolName, place, placed_bytes
+from edgevlm.positions import max_windows
+from edgevlm.preprocess import MAX_ASPECT_RATIO, max_patches
+
+MIB = 1 << 20
+# Interpreter, numpy, Pillow, tokenizers and ONNX Runtime after import: 79 MiB of resident memory,
+# measured by benchmarks/bench_memory.py; then what ONNX Runtime keeps per session.
+HOST_RUNTIME_BYTES = 96 * MIB
+# What tokenizers holds per byte of tokenizer.json, by the same benchmark.
+TOKENIZER_FACTOR = 6
+# CUDA context and TensorRT's libraries; a projection (PLATFORM: 300 to 500 MB), no board gave it.
+TENSORRT_RUNTIME_BYTES = 500 * MIB
+TENSORRT_STAGING_BYTES = 2 * 4 * MIB
+
+
+def plan(
+    model: ModelConfig,
+    limits: Limits,
+    policy: WeightPolicy,
+    target: Target,
+    lowering: str,
+    *,
+    budget_bytes: int | None = None,
+    tokenizer_bytes: int = 0,
+) -> MemoryPlan:
+    """The ledger for one model, one set of limits and one target."""
+    host = target.executor == "host"
+    dtype: DType = "float32" if host else "float16"
+    cache = place("kv_cache", cache_shapes(model.text, limits, dtype))
+    io = place(
+        "io",
+        [
+            *io_shapes(model, limits, dtype, tower_windows(model)),
+            *_between_stages(model, limits, policy, target, lowering, dtype),
+        ],
+    )
+    pools = [
+        _llm_weights(model, policy, host),
+        *_vision_weights(model, host),
+        _cache_pool(model, limits, dtype, cache),
+        Pool("io", placed_bytes(io), "sum of the placements in it, each aligned to 256"),
+        _activations(model, limits, host),
+    ]
+    if not host:
+        pools.append(Pool("staging", TENSORRT_STAGING_BYTES, "2 pinned buffers of 4 MiB"))
+    pools.append(_runtime_pool(host, tokenizer_bytes))
+    text = model.text
+    table = text.vocab_size * text.hidden_size * 2
+    formula = f"vocab {text.vocab_size} x hidden {text.hidden_size} x 2, a mapped file"
+    pools.append(Pool("embedding_table", table, formula, reclaimable=True))
+    return MemoryPlan(limits, tuple(pools), (*cache, *io), budget_bytes)
+
+
+def _between_stages(
+    model: ModelConfig,
+    limits: Limits,
+    policy: WeightPolicy,
+    target: Target,
+    lowering: str,
+    dtype: DType,
+) -> list[TensorShape]:
+    """Hidden states between stages, and what a classic graph hands out for the cache."""
+    if target.compiler is None:
+        return []
+    tokens = max(limits.max_prefill_chunk, limits.slots)
+    shapes: list[TensorShape] = [
+        (f"hidden_states.{part.first}", dtype, (tokens, model.text.hidden_size))
+        for part in text_parts(model, policy)[1:]
+    ]
+    if model.vision is not None and model.image_processor is not None:
+        patches = max_patches(model.image_processor)
+        shapes += [
+            (f"vision_states.{part.first}", dtype, (patches, model.vision.hidden_size))
+            for part in vision_parts(model)[1:]
+        ]
+    if lowering == "classic":
+        shapes += new_cache_shapes(model.text, limits, dtype)
+    return shapes
+
+
+def with_report(plan: MemoryPlan, reported: dict[PoolName, tuple[int, str]]) -> MemoryPlan:
+    """The plan with pools that a build or a compiler measured: name -> (bytes, how)."""
+    pools = tuple(
+        dataclasses.replace(
+            p, bytes=reported[p.name][0], formula=reported[p.name][1], source="reported"
+        )
+        if p.name in reported
+        else p
+        for p in plan.pools
+    )
+    return dataclasses.replace(plan, pools=tuple(pools))
+
+
+def tower_windows(model: ModelConfig) -> int:
+    """The most attention windows that a picture can need; 0 for a tower without windows."""
+    vision, processor = model.vision, model.image_processor
+    if vision is None or processor is None or vision.window_size is None:
+        return 0
+    return max_windows(vision, max_patches(processor), MAX_ASPECT_RATIO)
+
+
+def text_parts(model: ModelConfig, policy: WeightPolicy) -> list[TextPart]:
+    """The stages that a compiler gets the decoder in."""
+    text, _ = _text_and_vision(model)
+    layers = [0] * model.text.num_hidden_layers
+    for name, shape in text.items():
+        if name.startswith("model.layers."):
+            layers[int(name.split(".")[2])] += _weight_bytes(shape, policy)
+    head = _weight_bytes(text["lm_head.weight"], policy)
+    return [TextPart(p.first_layer, p.end_layer, p.head) for p in plan_stages(layers, head)]
+
+
+def vision_parts(model: ModelConfig) -> list[VisionPart]:
+    """The stages that a compiler gets the tower in; the merger goes with the last block."""
+    assert model.vision is not None
+    _, vision = _text_and_vision(model)
+    blocks = [0] * model.vision.depth
+    for name, shape in vision.items():
+        block = int(name.split(".")[2]) if name.startswith("visual.blocks.") else -1
+        if name.startswith("visual.patch_embed"):
+            block = 0
+        blocks[block] += _elements([shape]) * 2
+    return [VisionPart(p.first_layer, p.end_layer) for p in plan_stages(blocks, 0)]
+
+
+def _weight_bytes(shape: tuple[int, ...], policy: WeightPolicy) -> int:
+    if len(shape) == 2:
+        return linear_bytes((shape[0], shape[1]), policy, host=False)
+    return _elements([shape]) * 2
+
+
+def linear_bytes(shape: tuple[int, int], policy: WeightPolicy, host: bool) -> int:
+    """Bytes of a text matrix [N, K] in memory under a policy."""
+    n, k = shape
+    group = choose_group_size(k, policy.group_size) if policy.weights == "int4" else None
+    if group is None:
+        return n * k * (4 if host else 2)
+    # fp16 scales on TensorRT; on the host an fp32 scale and an fp32 sum for each group.
+    return n * k // 2 + n * (k // group) * (8 if host else 2)
+
+
+def _text_and_vision(model: ModelConfig) -> tuple[dict[str, tuple[int, ...]], ...]:
+    shapes = FAMILIES[model.model_type].tensor_shapes(model)
+    vision = {name: shape for name, shape in shapes.items() if name.startswith("visual.")}
+    text = {n: s for n, s in shapes.items() if n not in vision and n != "model.embed_tokens.weight"}
+    if model.text.tie_word_embeddings:
+        text["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    return text, vision
+
+
+def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
+    total = 0
+    for shape in shapes:
+        count = 1
+        for size in shape:
+            count *= size
+        total += count
+    return total
+
+
+def _llm_weights(model: ModelConfig, policy: WeightPolicy, host: bool) -> Pool:
+    text, _ = _text_and_vision(model)
+    matrices = [(s[0], s[1]) for s in text.values() if len(s) == 2]
+    vectors = _elements(s for s in text.values() if len(s) == 1)
+    nbytes = sum(linear_bytes(s, policy, host) for s in matrices) + vectors * (4 if host else 2)
+    parameters = _elements(matrices) + vectors
+    if policy.weights == "int4":
+        scales = "fp32 scale and sum" if host else "fp16 scale"
+        how = f"4 bits and a {scales} per group of {policy.group_size}"
+    else:
+        how = "fp32" if host else "fp16"
+    return Pool("weights.llm", nbytes, f"{parameters:,} parameters, {how}")
+
+
+def _vision_weights(model: ModelConfig, host: bool) -> list[Pool]:
+    _, vision = _text_and_vision(model)
+    if not vision:
+        return []
+    parameters = _elements(vision.values())
+    width = 4 if host else 2
+    return [Pool("weights.vision", parameters * width, f"{parameters:,} parameters x {width}")]
+
+
+def _cache_pool(model: ModelConfig, limits: Limits, dtype: str, cache: list[Placement]) -> Pool:
+    text = model.text
+    formula = (
+        f"{text.num_hidden_layers} layers x 2 x {limits.slots} slots x "
+        f"{text.num_key_value_heads} heads x {limits.max_seq_len} tokens x {text.head_dim} "
+        f"x {dtype}"
+    )
+    return Pool("kv_cache", placed_bytes(cache), formula)
+
+
+def _activations(model: ModelConfig, limits: Limits, host: bool) -> Pool:
+    """The larger of prefill and vision: they never run at the same time."""
+    patches = max_patches(model.image_processor) if model.image_processor else 0
+    if host:
+        nbytes, formula = host_memory.activation_bytes(model, limits, patches)
+        return Pool("activations", nbytes, formula)
+    text, vision = model.text, model.vision
+    chunk = limits.max_prefill_chunk
+    row = 2 * text.intermediate_size + 4 * text.hidden_size
+    prefill = 2 * chunk * row * 2 + chunk * limits.max_seq_len * 3
+    tower = 0
+    if vision is not None:
+        tower = patches * (6 * vision.hidden_size + 2 * vision.intermediate_size) * 2
+    formula = (
+        f"max(prefill: {chunk} tokens x 2 x {row} x 2 + mask, vision: {patches} patches x "
+        "(6 x width + 2 x MLP) x 2)"
+    )
+    return Pool("activations", max(prefill, tower), formula)
+
+
+def _runtime_pool(host: bool, tokenizer_bytes: int) -> Pool:
+    base = HOST_RUNTIME_BYTES if host else TENSORRT_RUNTIME_BYTES
+    what = "interpreter and libraries, measured" if host else "context and libraries, projected"
+    nbytes = base + TOKENIZER_FACTOR * tokenizer_bytes
+    return Pool("runtime", nbytes, f"{what} + {TOKENIZER_FACTOR} x tokenizer.json")
