@@ -49,7 +49,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of an answer. The last one has `finish_reason` and the whole `generation`."""
+    """One token's piece of an answer, often "" (half a character, a possible stop string).
+
+    The last one has `finish_reason` and the whole `generation`.
+    """
 
     text: str
     token_ids: list[int] = field(default_factory=list)
@@ -198,12 +201,11 @@ class VLM:
     def _stream(self, request: _Request) -> Iterator[Delta]:
         text = _TextAssembly(self._tokenizer, request.params)
         for token, logprobs, ended in self._tokens(request):
-            piece = text.push(token, logprobs, ended)
-            if piece.finish_reason is None and (piece.text or request.params.logprobs is not None):
-                yield piece
-            if piece.finish_reason is not None:
-                yield self._finish(request, text, piece)
+            delta = text.push(token, logprobs, ended)
+            if delta.finish_reason is not None:
+                yield self._finish(request, text, delta)
                 return
+            yield delta
 
     def _tokens(
         self, request: _Request
