@@ -165,7 +165,14 @@ class VLM:
         model = self.bundle.manifest.model
         built = self._prompts.build(prompt, images)
         room = self._room(built)
-        sampler = Sampler(params, model.generation, built.ids, self._tokenizer.vocab_size)
+        tokens = model.image_tokens
+        sampler = Sampler(
+            params,
+            model.generation,
+            built.ids,
+            self._tokenizer.vocab_size,
+            None if tokens is None else tokens.image,
+        )
         pictures = []
         for image in built.images:
             assert model.image_processor is not None
