@@ -5,7 +5,6 @@ imported here and nowhere else among the builders; all its memory goes back when
 """
 
 import ctypes
-import gc
 import importlib
 import json
 import os
@@ -77,7 +76,7 @@ def network_from_onnx(trt: Any, builder: Any, log: Log, onnx: str) -> tuple[Any,
     parser = trt.OnnxParser(network, log.sink)
     if not parser.parse_from_file(onnx):
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
-        words = [f"{e.desc()} (node {e.node_name() or '?'})" for e in errors]
+        words = [f"{e.desc()} (node {e.node_name()} [{e.node_operator()}])" for e in errors]
         raise Refused("; ".join(words) or "the ONNX parser refused the graph")
     return network, parser
 
@@ -151,15 +150,15 @@ def compile_job(job: dict[str, Any]) -> dict[str, Any]:
         raise Refused(f"{job['compiler']} is not installed here ({error})") from None
     log = Log(trt)
     builder = trt.Builder(log.sink)
+    network, parser = network_from_onnx(trt, builder, log, job["onnx"])
+    layers = layer_counts(network)
+    config = builder_config(trt, builder, network, job)
+    log.errors.clear()
     try:
-        network, parser = network_from_onnx(trt, builder, log, job["onnx"])
-        layers = layer_counts(network)
-        config = builder_config(trt, builder, network, job)
         plan_bytes = build(trt, builder, network, config, Path(job["out"]))
-        del config, network, parser
-        gc.collect()
     except Refused as error:
         raise Refused("; ".join([*log.errors[-3:], str(error)])) from None
+    del config, network, parser
     if len(log.activation) != len(job["profiles"]) or not log.weights:
         raise Refused("its log does not state the weights and the scratch of each profile")
     names = [profile["name"] for profile in job["profiles"]]
@@ -183,7 +182,7 @@ def main() -> int:
     try:
         result = compile_job(job)
     except (Refused, OSError) as error:
-        result = {"error": str(error)}
+        result = {"error": " ".join(str(error).split())}
     with answer:
         json.dump(result, answer)
     return 1 if "error" in result else 0

@@ -26,6 +26,7 @@ from builders.tensors import hidden_states
 from builders.weights import WeightSource
 from edgevlm.bundle import TensorSpec
 from edgevlm.config import Limits, TextConfig
+from edgevlm.memory_plan import DType
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -62,7 +63,7 @@ def text_graph(
 ) -> GraphFile:
     """Write the decoder, or one stage of it."""
     part = part or TextPart(0, text.num_hidden_layers, True)
-    inputs, outputs = _border(lowering, text, limits, part)
+    inputs, outputs = text_border(lowering, text, limits, part)
     weights = _Weights(lowering, source, text, policy)
     with Graph(path, lowering.opset, lowering.ir_version) as g:
         for spec in inputs:
@@ -83,19 +84,20 @@ def text_graph(
         return GraphFile(path, inputs, outputs, g.weight_bytes())
 
 
-def write_embedding_table(source: WeightSource, path: Path) -> None:
-    """embed_tokens.bin: [vocab_size, hidden_size] fp16, row after row."""
+def write_embedding_table(source: WeightSource, path: Path, dtype: DType = "float16") -> None:
+    """embed_tokens.bin: [vocab_size, hidden_size], row after row."""
     table = source.tensor(EMBEDDING)
-    check_fp16_range(table, EMBEDDING)
+    if dtype == "float16":
+        check_fp16_range(table, EMBEDDING)
     with path.open("wb") as file:
         for start in range(0, len(table), BAND_ROWS):
-            file.write(table[start : start + BAND_ROWS].astype(np.float16).tobytes())
+            file.write(table[start : start + BAND_ROWS].astype(dtype).tobytes())
 
 
-def _border(
+def text_border(
     lowering: Lowering, text: TextConfig, limits: Limits, part: TextPart
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The tensors of a part: those of the whole graph that it uses, and its hidden states."""
+    """Inputs and outputs of a part: the whole graph's that it uses, and its hidden states."""
     whole = lowering.text_interface(text, limits)
     layers = range(part.first, part.end)
 

@@ -206,7 +206,7 @@ def compile_stage(
     Raises BuildError with the compiler's own words.
     """
     name = name or engine.stem
-    for file in (onnx, *external_files(onnx)):
+    for file in graph_files(onnx):
         if not file.is_file():
             raise BuildError(f"{name} cannot be compiled: {file} is missing; build it again")
     _check_profiles(name, profiles)
@@ -246,7 +246,7 @@ def finished_report(stage: Stage, compiler: Compiler) -> StageReport | None:
             return None
     except (OSError, ValueError):
         return None
-    if stage.key is None and not stage.onnx.is_file():
+    if stage.key is None and not all(file.is_file() for file in graph_files(stage.onnx)):
         return None
     source = stage.key or onnx_digest(stage.onnx)
     return report if report.key == stage_key(source, stage.profiles, compiler) else None
@@ -265,19 +265,18 @@ def stage_key(source: str, profiles: Iterable[Profile], compiler: Compiler) -> s
 
 
 def onnx_digest(onnx: Path) -> str:
-    """Hash of a graph and its external data."""
+    """Hash of a graph and its weights."""
     digest = hashlib.sha256()
-    for path in (onnx, *external_files(onnx)):
+    for path in graph_files(onnx):
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
 
 
-def external_files(onnx: Path) -> tuple[Path, ...]:
-    """The data file that `Graph` writes beside a graph, where there is one."""
-    data = data_file(onnx)
-    return (data,) if data.exists() else ()
+def graph_files(onnx: Path) -> tuple[Path, Path]:
+    """A graph and its weights, which `Graph` always writes beside it."""
+    return onnx, data_file(onnx)
 
 
 def _write_and_compile(stage: Stage, compiler: Compiler) -> StageReport:
@@ -291,7 +290,7 @@ def _write_and_compile(stage: Stage, compiler: Compiler) -> StageReport:
         )
     finally:
         if stage.write is not None:
-            for file in (stage.onnx, *external_files(stage.onnx)):
+            for file in graph_files(stage.onnx):
                 file.unlink(missing_ok=True)
 
 

@@ -40,7 +40,7 @@ def vision_graph(
 ) -> GraphFile:
     """Write the tower, or one stage of it."""
     part = part or VisionPart(0, vision.depth)
-    inputs, outputs = _border(lowering, vision, part)
+    inputs, outputs = vision_border(lowering, vision, part)
     tower = _Tower(lowering, source, vision)
     with Graph(path, lowering.opset, lowering.ir_version) as g:
         for spec in inputs:
@@ -64,18 +64,24 @@ def vision_graph(
         return GraphFile(path, inputs, outputs, g.weight_bytes())
 
 
-def _border(
+def vision_border(
     lowering: Lowering, vision: VisionConfig, part: VisionPart
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs of a part of the tower."""
     whole = lowering.vision_interface(vision)
     inputs = list(whole.inputs)
     if part.first > 0:
         inputs[0] = vision_hidden_states(vision, part.first, lowering.dtype)
-    if not any(_windowed(vision, block) for block in range(part.first, part.end)):
+    if not has_windows(vision, part):
         inputs = [spec for spec in inputs if not spec.name.startswith("window_")]
     if part.end == vision.depth:
         return tuple(inputs), whole.outputs
     return tuple(inputs), (vision_hidden_states(vision, part.end, lowering.dtype),)
+
+
+def has_windows(vision: VisionConfig, part: VisionPart) -> bool:
+    """Whether some block of a part attends within windows."""
+    return any(_windowed(vision, block) for block in range(part.first, part.end))
 
 
 def _windowed(vision: VisionConfig, block: int) -> bool:
