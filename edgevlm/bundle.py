@@ -60,6 +60,15 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class BuiltOn:
+    """What compiled the engines, which run on nothing else. None: not known."""
+
+    tensorrt: str | None = None
+    compute_capability: str | None = None
+    l4t: str | None = None
+
+
+@dataclass(frozen=True)
 class Manifest:
     """bundle.json. `build` is the report: figures for people, never read by the runtime."""
 
@@ -75,6 +84,7 @@ class Manifest:
     plan: MemoryPlan
     build: dict[str, Any]
     files: dict[str, FileRecord]
+    built_on: BuiltOn | None = None
 
     @property
     def limits(self) -> Limits:
@@ -92,6 +102,11 @@ class Bundle:
     def file(self, name: str) -> Path:
         """Absolute path of one of the bundle's files."""
         return self.path / name
+
+
+def embedding_dtype(weights: str) -> DType:
+    """What embed_tokens.bin holds, by the manifest's `weights`: fp32 means fp32 throughout."""
+    return "float32" if weights == "fp32" else "float16"
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -12,12 +12,13 @@ Knows names, slots and positions; knows no text, no sampling, no address and no 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from edgevlm.bundle import EMBEDDING_TABLE, Bundle
+from edgevlm.bundle import EMBEDDING_TABLE, Bundle, embedding_dtype
 from edgevlm.executors.base import Executor
 from edgevlm.positions import Grid, rope_rows, vision_rope, vision_windows
 from edgevlm.preprocess import patchify
@@ -51,11 +52,11 @@ class ModelRunner:
         text = self.model.text
         table = np.memmap(
             bundle.file(EMBEDDING_TABLE),
-            np.float16,
+            embedding_dtype(manifest.weights),
             mode="r",
             shape=(text.vocab_size, text.hidden_size),
         )
-        self._embedding: NDArray[np.float16] = np.asarray(table)
+        self._embedding: NDArray[np.floating[Any]] = np.asarray(table)
         self.slots = [
             Slot(i, np.zeros(self.limits.max_seq_len, np.int64)) for i in range(self.limits.slots)
         ]
