@@ -3,7 +3,6 @@
 It puts the other builders in order and owns the options; the work is theirs.
 """
 
-import dataclasses
 import hashlib
 import shutil
 import subprocess
@@ -12,14 +11,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from builders.blocks import Lowering, WeightPolicy, WeightsName
+from builders.blocks import Lowering, WeightPolicy
 from builders.checkpoint import Checkpoint
 from builders.decoder import write_embedding_table
+from builders.limits import BuildOptions as BuildOptions
+from builders.limits import budget_of, make_plan
+from builders.limits import check_budget as check_budget
 from builders.phases import Built, Work, build_phases
-from builders.planner import plan, with_report
+from builders.planner import with_report
 from builders.publish import KEY, LOCK, building
+from builders.solver import Change
 from builders.targets import Target, find_target, lowering_for
 from edgevlm import __version__
 from edgevlm.bundle import (
@@ -30,38 +32,17 @@ from edgevlm.bundle import (
     TOKENIZER,
     Bundle,
     Manifest,
+    embedding_dtype,
     open_bundle,
     record,
     write_manifest,
 )
-from edgevlm.config import Limits, ModelConfig, to_dict
-from edgevlm.errors import BuildError, OverBudget
+from edgevlm.config import ModelConfig, to_dict
+from edgevlm.errors import BuildError
 from edgevlm.memory_plan import MemoryPlan, PoolName
 from edgevlm.vlm import peak_rss_bytes
 
 Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
-
-DEFAULT_MAX_SEQ_LEN = 4096
-DEFAULT_MAX_PIXELS = 1280 * 28 * 28  # Qwen2-VL's own advice for everyday pictures
-DEFAULT_MAX_IMAGES = 4
-MIN_SEQ_LEN = 16
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """What a person decides about a build. None: as the model or the target has it."""
-
-    target: str = "host"
-    lowering: Literal["native", "classic"] | None = None
-    weights: WeightsName = "int4"
-    group_size: int = 128
-    max_seq_len: int | None = None
-    max_pixels: int | None = None
-    max_images: int | None = None
-    max_prefill_chunk: int = 256
-    slots: int = 1
-    memory_budget: int | None = None
-    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +56,7 @@ class Prepared:
     lowering: Lowering
     policy: WeightPolicy
     plan: MemoryPlan
+    changes: tuple[Change, ...] = ()
 
 
 def prepare(checkpoint: str | Path, options: BuildOptions) -> Prepared:
@@ -82,87 +64,16 @@ def prepare(checkpoint: str | Path, options: BuildOptions) -> Prepared:
     source = Checkpoint(checkpoint)
     target = find_target(options.target)
     lowering = lowering_for(target, options.lowering)
-    limits = _limits(source.config, options)
-    model = _capped(source.config, limits)
-    policy = WeightPolicy(options.weights, options.group_size)
-    ledger = plan(
-        model,
-        limits,
-        policy,
+    made = make_plan(
+        source.config,
+        options,
         target,
         lowering.name,
-        budget_bytes=options.memory_budget,
-        tokenizer_bytes=len(source.tokenizer_json.encode()),
+        budget_of(options),
+        len(source.tokenizer_json.encode()),
     )
-    return Prepared(source, model, options, target, lowering, policy, ledger)
-
-
-def check_budget(ledger: MemoryPlan) -> None:
-    """Raise OverBudget with the figures where the plan needs more than it may."""
-    if ledger.fits is not False:
-        return
-    assert ledger.budget_bytes is not None
-    largest = max((p for p in ledger.pools if not p.reclaimable), key=lambda p: p.bytes)
-    raise OverBudget(
-        f"the plan needs {ledger.total_bytes:,} bytes and the budget is {ledger.budget_bytes:,}: "
-        f"{ledger.total_bytes - ledger.budget_bytes:,} too many; the largest part is "
-        f"{largest.name} ({largest.bytes:,}); lower --max-seq-len, --max-pixels or --slots"
-    )
-
-
-def _limits(model: ModelConfig, options: BuildOptions) -> Limits:
-    """The limits of a bundle, each checked against what the model can do."""
-    ceiling = model.text.max_position_embeddings
-    wanted = options.max_seq_len
-    if wanted is not None and not MIN_SEQ_LEN <= wanted <= ceiling:
-        raise BuildError(
-            f"--max-seq-len is {wanted:,}; this model takes from {MIN_SEQ_LEN} to {ceiling:,}"
-        )
-    max_seq_len = wanted or min(DEFAULT_MAX_SEQ_LEN, ceiling)
-    for flag, value in (
-        ("--slots", options.slots),
-        ("--max-prefill-chunk", options.max_prefill_chunk),
-    ):
-        if value < 1:
-            raise BuildError(f"{flag} is {value}; it must be at least 1")
-    max_images, max_pixels = _image_limits(model, options)
-    return Limits(
-        max_seq_len=max_seq_len,
-        max_prefill_chunk=min(options.max_prefill_chunk, max_seq_len),
-        slots=options.slots,
-        max_images=max_images,
-        max_pixels=max_pixels,
-    )
-
-
-def _image_limits(model: ModelConfig, options: BuildOptions) -> tuple[int, int]:
-    processor = model.image_processor
-    if processor is None:
-        if options.max_images or options.max_pixels:
-            raise BuildError(
-                f"{model.model_type} reads text only; leave --max-images and --max-pixels out"
-            )
-        return 0, 0
-    images = DEFAULT_MAX_IMAGES if options.max_images is None else options.max_images
-    if images < 1:
-        raise BuildError(f"--max-images is {images}; it must be at least 1")
-    pixels = options.max_pixels
-    if pixels is None:
-        pixels = min(DEFAULT_MAX_PIXELS, processor.max_pixels)
-    if not processor.min_pixels <= pixels <= processor.max_pixels:
-        raise BuildError(
-            f"--max-pixels is {pixels:,}; this model takes from {processor.min_pixels:,} to "
-            f"{processor.max_pixels:,}"
-        )
-    return images, pixels
-
-
-def _capped(model: ModelConfig, limits: Limits) -> ModelConfig:
-    """The model with its pictures capped at what was planned."""
-    if model.image_processor is None:
-        return model
-    processor = dataclasses.replace(model.image_processor, max_pixels=limits.max_pixels)
-    return dataclasses.replace(model, image_processor=processor)
+    policy = WeightPolicy(options.weights, options.group_size)
+    return Prepared(source, made.model, options, target, lowering, policy, made.plan, made.changes)
 
 
 def build(
@@ -178,7 +89,7 @@ def build(
     start = time.perf_counter()
     tell("reading", 0, 1)
     prepared = prepare(checkpoint, options)
-    check_budget(prepared.plan)
+    check_budget(prepared.plan, prepared.changes)
     tell("reading", 1, 1)
     identity = _identity(prepared.source)
     key = hashlib.sha256(repr((identity, options, __version__)).encode()).hexdigest()
@@ -186,7 +97,9 @@ def build(
         _check_disk(prepared, directory)
         special_tokens = _write_text_side(prepared.source, directory)
         tell("embedding table", 0, 1)
-        write_embedding_table(prepared.source, directory / EMBEDDING_TABLE)
+        write_embedding_table(
+            prepared.source, directory / EMBEDDING_TABLE, embedding_dtype(options.weights)
+        )
         tell("embedding table", 1, 1)
         built = build_phases(_work(prepared, directory, identity), tell)
         manifest = _manifest(prepared, built, directory, special_tokens, start)

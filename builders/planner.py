@@ -4,19 +4,28 @@ Knows sizes, not weights. After a build `with_report` puts the compiler's figure
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from builders.blocks import WeightPolicy
-from builders.decoder import TextPart
-from builders.engine import plan_stages
+from builders.engine import STAGE_BYTES, StagePlan, plan_stages
 from builders.lowering import host_memory
 from builders.models import FAMILIES
-from builders.quantize import choose_group_size
-from builders.qwen_tower import VisionPart
+from builders.quantize import choose_group_size, kept_16bit_reason
 from builders.targets import Target
 from builders.tensors import TensorShape, cache_shapes, io_shapes, new_cache_shapes
+from edgevlm.bundle import embedding_dtype
 from edgevlm.config import Limits, ModelConfig
-from edgevlm.memory_plan import DType, MemoryPlan, Placement, Pool, PoolName, place, placed_bytes
+from edgevlm.memory_plan import (
+    DType,
+    MemoryPlan,
+    Placement,
+    Pool,
+    PoolName,
+    place,
+    placed_bytes,
+    tensor_bytes,
+)
 from edgevlm.positions import max_windows
 from edgevlm.preprocess import MAX_ASPECT_RATIO, max_patches
 
@@ -53,8 +62,8 @@ def plan(
         ],
     )
     pools = [
-        _llm_weights(model, policy, host),
-        *_vision_weights(model, host),
+        _llm_weights(_bare(model), policy, host),
+        *_vision_weights(_bare(model), host),
         _cache_pool(model, limits, dtype, cache),
         Pool("io", placed_bytes(io), "sum of the placements in it, each aligned to 256"),
         _activations(model, limits, host),
@@ -63,8 +72,9 @@ def plan(
         pools.append(Pool("staging", TENSORRT_STAGING_BYTES, "2 pinned buffers of 4 MiB"))
     pools.append(_runtime_pool(host, tokenizer_bytes))
     text = model.text
-    table = text.vocab_size * text.hidden_size * 2
-    formula = f"vocab {text.vocab_size} x hidden {text.hidden_size} x 2, a mapped file"
+    kept = embedding_dtype(policy.weights)
+    table = tensor_bytes((text.vocab_size, text.hidden_size), kept)
+    formula = f"vocab {text.vocab_size} x hidden {text.hidden_size} x {kept}, a mapped file"
     pools.append(Pool("embedding_table", table, formula, reclaimable=True))
     return MemoryPlan(limits, tuple(pools), (*cache, *io), budget_bytes)
 
@@ -78,18 +88,18 @@ def _between_stages(
     dtype: DType,
 ) -> list[TensorShape]:
     """Hidden states between stages, and what a classic graph hands out for the cache."""
-    if target.compiler is None:
+    if target.executor == "host":
         return []
     tokens = max(limits.max_prefill_chunk, limits.slots)
     shapes: list[TensorShape] = [
-        (f"hidden_states.{part.first}", dtype, (tokens, model.text.hidden_size))
-        for part in text_parts(model, policy)[1:]
+        (f"hidden_states.{stage.first_layer}", dtype, (tokens, model.text.hidden_size))
+        for stage in text_stage_plans(_bare(model), policy)[1:]
     ]
     if model.vision is not None and model.image_processor is not None:
         patches = max_patches(model.image_processor)
         shapes += [
-            (f"vision_states.{part.first}", dtype, (patches, model.vision.hidden_size))
-            for part in vision_parts(model)[1:]
+            (f"vision_states.{stage.first_layer}", dtype, (patches, model.vision.hidden_size))
+            for stage in vision_stage_plans(_bare(model))[1:]
         ]
     if lowering == "classic":
         shapes += new_cache_shapes(model.text, limits, dtype)
@@ -117,20 +127,25 @@ def tower_windows(model: ModelConfig) -> int:
     return max_windows(vision, max_patches(processor), MAX_ASPECT_RATIO)
 
 
-def text_parts(model: ModelConfig, policy: WeightPolicy) -> list[TextPart]:
-    """The stages that a compiler gets the decoder in."""
+# The solver asks for dozens of plans of one model, and what follows takes most of a plan's time.
+@functools.lru_cache(maxsize=32)
+def text_stage_plans(
+    model: ModelConfig, policy: WeightPolicy, limit: int = STAGE_BYTES
+) -> tuple[StagePlan, ...]:
+    """The decoder's stages with the bytes of their weights, packed."""
     text, _ = _text_and_vision(model)
     layers = [0] * model.text.num_hidden_layers
     for name, shape in text.items():
         if name.startswith("model.layers."):
             layers[int(name.split(".")[2])] += _weight_bytes(shape, policy)
-    head = _weight_bytes(text["lm_head.weight"], policy)
-    return [TextPart(p.first_layer, p.end_layer, p.head) for p in plan_stages(layers, head)]
+    return plan_stages(layers, _weight_bytes(text["lm_head.weight"], policy), limit)
 
 
-def vision_parts(model: ModelConfig) -> list[VisionPart]:
-    """The stages that a compiler gets the tower in; the merger goes with the last block."""
-    assert model.vision is not None
+@functools.lru_cache(maxsize=32)
+def vision_stage_plans(model: ModelConfig, limit: int = STAGE_BYTES) -> tuple[StagePlan, ...]:
+    """The tower's stages with the bytes of their weights; none where there is no tower."""
+    if model.vision is None:
+        return ()
     _, vision = _text_and_vision(model)
     blocks = [0] * model.vision.depth
     for name, shape in vision.items():
@@ -138,7 +153,41 @@ def vision_parts(model: ModelConfig) -> list[VisionPart]:
         if name.startswith("visual.patch_embed"):
             block = 0
         blocks[block] += _elements([shape]) * 2
-    return [VisionPart(p.first_layer, p.end_layer) for p in plan_stages(blocks, 0)]
+    return plan_stages(blocks, 0, limit)
+
+
+def packed_int4_bytes(model: ModelConfig, policy: WeightPolicy) -> int:
+    """Codes and fp16 scales of everything that a policy quantises."""
+    text, _ = _text_and_vision(model)
+    if policy.weights != "int4":
+        return 0
+    return sum(
+        _weight_bytes(shape, policy)
+        for shape in text.values()
+        if len(shape) == 2 and choose_group_size(shape[1], policy.group_size) is not None
+    )
+
+
+def kept_16bit(model: ModelConfig, policy: WeightPolicy) -> list[dict[str, str]]:
+    """What is not stored as INT4, and why: [{name, reason}]."""
+    text, vision = _text_and_vision(model)
+    kept = {"model.embed_tokens.weight": "its rows are looked up, not multiplied"}
+    for name, shape in text.items():
+        if len(shape) != 2:
+            continue
+        if policy.weights != "int4":
+            kept[name] = f"built with --weights {policy.weights}"
+        elif choose_group_size(shape[1], policy.group_size) is None:
+            kept[name] = kept_16bit_reason(shape[1], policy.group_size)
+    if vision:
+        kept["visual.*"] = "the tower is never quantised: small text and edges are in its features"
+    kept["norms and biases"] = "vectors: quantising them would save next to nothing"
+    return [{"name": name, "reason": reason} for name, reason in kept.items()]
+
+
+def _bare(model: ModelConfig) -> ModelConfig:
+    """What weights depend on: the same model whatever its pictures are capped at."""
+    return dataclasses.replace(model, image_processor=None)
 
 
 def _weight_bytes(shape: tuple[int, ...], policy: WeightPolicy) -> int:
@@ -176,6 +225,7 @@ def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
     return total
 
 
+@functools.lru_cache(maxsize=32)
 def _llm_weights(model: ModelConfig, policy: WeightPolicy, host: bool) -> Pool:
     text, _ = _text_and_vision(model)
     matrices = [(s[0], s[1]) for s in text.values() if len(s) == 2]
@@ -190,13 +240,14 @@ def _llm_weights(model: ModelConfig, policy: WeightPolicy, host: bool) -> Pool:
     return Pool("weights.llm", nbytes, f"{parameters:,} parameters, {how}")
 
 
-def _vision_weights(model: ModelConfig, host: bool) -> list[Pool]:
+@functools.lru_cache(maxsize=32)
+def _vision_weights(model: ModelConfig, host: bool) -> tuple[Pool, ...]:
     _, vision = _text_and_vision(model)
     if not vision:
-        return []
+        return ()
     parameters = _elements(vision.values())
     width = 4 if host else 2
-    return [Pool("weights.vision", parameters * width, f"{parameters:,} parameters x {width}")]
+    return (Pool("weights.vision", parameters * width, f"{parameters:,} parameters x {width}"),)
 
 
 def _cache_pool(model: ModelConfig, limits: Limits, dtype: str, cache: list[Placement]) -> Pool:
