@@ -4,6 +4,7 @@ It puts the other builders in order and owns the options; the work is theirs.
 """
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -96,17 +97,19 @@ def build(
     with building(out, key, force=options.force, resumable=_has_engines) as directory:
         _check_disk(prepared, directory)
         special_tokens = _write_text_side(prepared.source, directory)
-        tell("embedding table", 0, 1)
+        table = prepared.plan.pool("embedding_table").bytes
+        tell("embedding table", 0, table)
         write_embedding_table(
             prepared.source, directory / EMBEDDING_TABLE, embedding_dtype(options.weights)
         )
-        tell("embedding table", 1, 1)
+        tell("embedding table", table, table)
         built = build_phases(_work(prepared, directory, identity), tell)
         manifest = _manifest(prepared, built, directory, special_tokens, start)
         write_manifest(directory, manifest)
         if prepared.target.executor == "host":
             tell("checking", 0, 1)
-            check_bundle(directory)
+            manifest.build["self_check"] = check_bundle(directory)
+            write_manifest(directory, manifest)
             tell("checking", 1, 1)
     return open_bundle(out, check=False)
 
@@ -207,10 +210,15 @@ def _manifest(
     )
 
 
-def check_bundle(directory: Path) -> None:
-    """Run the bundle once in a process of its own; a bundle that cannot answer is not published."""
+def check_bundle(directory: Path) -> dict[str, int]:
+    """Run the bundle once in a process of its own; a bundle that cannot answer is not published.
+
+    Returns what it saw: allocations_after_start, planned_bytes and peak_rss_bytes.
+    """
     command = [sys.executable, "-m", "builders.self_check", str(directory)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         words = (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1]
         raise BuildError(f"the bundle was built but does not run: {words}")
+    memory: dict[str, int] = json.loads(result.stdout)
+    return memory

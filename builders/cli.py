@@ -2,22 +2,28 @@
 
 import argparse
 import dataclasses
-import typing
 from pathlib import Path
 from typing import Any
 
 from builders.build import BuildOptions, build, check_budget, prepare
+from builders.plan_arguments import limits
+from builders.projection import build_peak
 from builders.targets import TARGETS
-from edgevlm.commands.arguments import byte_size, json_flag, pixel_count, positive
+from edgevlm.commands.arguments import json_flag
 from edgevlm.commands.inspect import document, print_bundle
-from edgevlm.commands.plan_report import plan_document, print_limits, print_plan
+from edgevlm.commands.plan_report import (
+    human_bytes,
+    plan_document,
+    print_limits,
+    print_plan,
+)
 from edgevlm.commands.progress import BuildProgress
 from edgevlm.commands.refusal import Refused
 from edgevlm.commands.terminal import terminal
+from edgevlm.config import to_dict
 from edgevlm.errors import OverBudget
 
 DEFAULTS = BuildOptions()
-CHOICES = typing.get_type_hints(BuildOptions)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,26 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, help="the bundle to make")
     parser.add_argument("--target", choices=sorted(TARGETS), help="what it will run on")
     parser.add_argument("--lowering", choices=("native", "classic"), help="for TensorRT targets")
-    parser.add_argument(
-        "--weights", choices=typing.get_args(CHOICES["weights"]), help="of the language model"
-    )
-    parser.add_argument("--group-size", type=positive, metavar="N", help="INT4 weights per scale")
-    parser.add_argument("--max-seq-len", type=positive, metavar="N", help="tokens in a slot")
-    parser.add_argument(
-        "--max-pixels", type=pixel_count, metavar="WxH", help="of an image; 640x480 or a number"
-    )
-    parser.add_argument("--max-images", type=positive, metavar="N", help="in one request")
-    parser.add_argument("--max-prefill-chunk", type=positive, metavar="N", help="tokens at a time")
-    parser.add_argument("--slots", type=positive, metavar="N", help="answers at the same time")
-    parser.add_argument(
-        "--memory-budget",
-        type=byte_size,
-        metavar="SIZE",
-        help="find the largest limits that fit; refuse what cannot",
-    )
-    parser.add_argument("--reserve", type=byte_size, metavar="SIZE", help="to keep of the budget")
-    parser.add_argument("--min-seq-len", type=positive, metavar="N", help="refuse fewer tokens")
-    parser.add_argument("--min-pixels", type=pixel_count, metavar="WxH", help="refuse fewer pixels")
+    limits(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and build nothing")
     parser.add_argument("--force", action="store_true", help="replace the bundle that is there")
     json_flag(parser, "what `edgevlm inspect` prints")
@@ -77,12 +64,20 @@ def execute(args: argparse.Namespace) -> dict[str, Any]:
 def _dry_run(args: argparse.Namespace, options: BuildOptions) -> dict[str, Any]:
     prepared = prepare(args.checkpoint, options)
     plan = prepared.plan
+    peak = build_peak(
+        prepared.model,
+        prepared.policy,
+        prepared.target,
+        len(prepared.source.tokenizer_json.encode()),
+    )
     if not args.json:
         console = terminal()
         print_plan(console, plan)
         print_limits(console, plan)
+        console.print(f"the build itself: about {human_bytes(peak.bytes)} ({peak.formula})")
+    whole = plan_document(plan) | {"build_peak": to_dict(peak)}
     try:
         check_budget(plan, prepared.changes)
     except OverBudget as error:
-        raise Refused(error, plan_document(plan)) from error
-    return plan_document(plan)
+        raise Refused(error, whole) from error
+    return whole

@@ -3,14 +3,19 @@
 Knows what each phase is made of and the figures it leaves behind; no weights, no operators.
 """
 
+import itertools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from builders.blocks import Lowering, WeightPolicy
-from builders.decoder import GraphFile, TextPart, text_border, text_graph
+from builders.decoder import EMBEDDING, GraphFile, TextPart, text_border, text_graph
 from builders.engine import StageProgress, StageReport, compile_stages, report_file
 from builders.planner import kept_16bit, packed_int4_bytes
 from builders.qwen_tower import VisionPart, vision_border, vision_graph
@@ -20,7 +25,7 @@ from builders.weights import WeightSource
 from edgevlm.bundle import LLM_GRAPH, VISION_GRAPH, StageSpec
 from edgevlm.config import Limits, ModelConfig
 
-Tell = Callable[[str, int, int], None]  # what, done, of how many
+Tell = Callable[[str, int, int], None]  # what, bytes done, bytes in all
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,29 @@ class Built:
     scratch_bytes: int | None  # as the compiler reported it; None where nothing was compiled
 
 
+class ReadingSource:
+    """A weight source that tells how much of what a graph needs has been read, in fp32 bytes."""
+
+    def __init__(self, source: WeightSource, stage: str, total: int, tell: Tell) -> None:
+        self._source, self._stage, self._total, self._tell = source, stage, total, tell
+        self._done = 0
+
+    def names(self) -> Collection[str]:
+        """As the source."""
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As the source."""
+        return self._source.shape(name)
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        """As the source; told before, so that the last step is not told too early."""
+        self._tell(self._stage, min(self._done, self._total), self._total)
+        values = self._source.tensor(name)
+        self._done += values.nbytes
+        return values
+
+
 def build_phases(work: Work, tell: Tell) -> Built:
     """Write, and compile if need be, the language model and the tower."""
     made = (_compile if work.target.compiler else _write)(work, tell)
@@ -70,23 +98,10 @@ Made = dict[str, tuple[tuple[StageSpec, ...], dict[str, Any]]]
 def _write(work: Work, tell: Tell) -> Made:
     """One graph each, as it is: the executor takes ONNX."""
     made: Made = {}
-    writers: dict[str, Callable[[], GraphFile]] = {
-        "llm": lambda: text_graph(
-            work.lowering,
-            work.source,
-            work.model.text,
-            work.limits,
-            work.policy,
-            work.directory / LLM_GRAPH,
-        )
-    }
-    if (vision := work.model.vision) is not None:
-        path = work.directory / VISION_GRAPH
-        writers["vision"] = lambda: vision_graph(work.lowering, work.source, vision, path)
-    for engine, write in writers.items():
-        tell(f"writing {engine}", 0, 1)
-        start = time.perf_counter()
-        graph = write()
+    for engine in ("llm", "vision") if work.model.vision else ("llm",):
+        start, stage, total = time.perf_counter(), f"writing {engine}", _bytes_of(work, engine)
+        graph = _write_whole(work, engine, ReadingSource(work.source, stage, total, tell))
+        tell(stage, total, total)
         figures: dict[str, Any] = {
             "weights_bytes": graph.weights.packed_int4 + graph.weights.floats,
             "packed_int4_bytes": graph.weights.packed_int4,
@@ -96,8 +111,28 @@ def _write(work: Work, tell: Tell) -> Made:
             "stages": [],
         }
         made[engine] = (StageSpec(graph.path.name, graph.inputs, graph.outputs),), figures
-        tell(f"writing {engine}", 1, 1)
     return made
+
+
+def _write_whole(work: Work, engine: str, source: WeightSource) -> GraphFile:
+    if engine == "llm":
+        path = work.directory / LLM_GRAPH
+        text, limits = work.model.text, work.limits
+        return text_graph(work.lowering, source, text, limits, work.policy, path)
+    assert work.model.vision is not None
+    path = work.directory / VISION_GRAPH
+    return vision_graph(work.lowering, source, work.model.vision, path)
+
+
+def _bytes_of(work: Work, engine: str) -> int:
+    """What ReadingSource counts up to."""
+    total = 0
+    for name in work.source.names():
+        if name.startswith("visual.") == (engine == "vision") and name != EMBEDDING:
+            total += 4 * math.prod(work.source.shape(name))
+    if engine == "llm" and work.model.text.tie_word_embeddings:
+        total += 4 * math.prod(work.source.shape(EMBEDDING))
+    return total
 
 
 def _compile(work: Work, tell: Tell) -> Made:
@@ -112,10 +147,7 @@ def _compile(work: Work, tell: Tell) -> Made:
         if not stages:
             continue
 
-        def progress(p: StageProgress) -> None:
-            tell(f"compiling {p.name}", p.number - (p.state == "started"), p.count)
-
-        reports = compile_stages([p.stage for p in stages], work.target.compiler, progress)
+        reports = _compile_chain(work, engine, stages, tell)
         made[engine] = (
             tuple(_spec(work, engine, p) for p in stages),
             _figures(reports, packed_int4_bytes(work.model, work.policy) if engine == "llm" else 0),
@@ -124,6 +156,19 @@ def _compile(work: Work, tell: Tell) -> Made:
         for p in stages:  # only now: until all are done they are what a later run goes on from
             report_file(p.stage.engine).unlink()
     return made
+
+
+def _compile_chain(
+    work: Work, engine: str, stages: Sequence[PlannedStage], tell: Tell
+) -> Sequence[StageReport]:
+    assert work.target.compiler is not None
+    ends = list(itertools.accumulate(p.plan.bytes for p in stages))
+
+    def progress(p: StageProgress) -> None:
+        done = p.number - (p.state == "started")
+        tell(f"compiling {engine}", ends[done - 1] if done else 0, ends[-1])
+
+    return compile_stages([p.stage for p in stages], work.target.compiler, progress)
 
 
 def _spec(work: Work, engine: str, planned: PlannedStage) -> StageSpec:

@@ -4,6 +4,7 @@ A text prompt and, where the model sees, a small picture; the logits must be fin
 refuses others). Not a measure of quality: `edgevlm verify` is to be that.
 """
 
+import json
 import sys
 
 from PIL import Image
@@ -18,10 +19,11 @@ def main(path: str) -> int:
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     try:
         with VLM(path) as vlm:
-            vlm.generate("hello", params=params)
+            answer = vlm.generate("hello", params=params)
             if vlm.bundle.manifest.model.vision is not None:
                 picture = Image.new("RGB", (64, 48), (200, 30, 30))
-                vlm.generate("hello", images=[picture], params=params)
+                answer = vlm.generate("hello", images=[picture], params=params)
+            sys.stdout.write(json.dumps(answer.memory) + "\n")
     except EdgeVLMError as error:
         sys.stderr.write(f"{error}\n")
         return 1

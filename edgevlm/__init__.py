@@ -21,8 +21,9 @@ if TYPE_CHECKING:
         TooManyImages,
         UnsupportedCheckpoint,
     )
+    from edgevlm.generation import Delta, Generation
     from edgevlm.sampling import SamplingParams
-    from edgevlm.vlm import VLM, Delta, Generation
+    from edgevlm.vlm import VLM
 
 __version__ = "0.1.0"
 
@@ -30,8 +31,8 @@ __version__ = "0.1.0"
 # scripts that need one error class do not wait for numpy and tokenizers.
 _HOMES = {
     "VLM": "vlm",
-    "Delta": "vlm",
-    "Generation": "vlm",
+    "Delta": "generation",
+    "Generation": "generation",
     "SamplingParams": "sampling",
     "BadImage": "errors",
     "BadParameter": "errors",

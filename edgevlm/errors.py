@@ -1,4 +1,4 @@
-"""Every error that edgevlm raises on purpose. One sentence each: what, the value, the limit, what to do.
+"""Every error that edgevlm raises on purpose: what, the value, the limit, what to do.
 
 EdgeVLMError
 ├── BundleError               a bundle is missing, damaged, or made for another board or version

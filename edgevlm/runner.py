@@ -120,8 +120,8 @@ class ModelRunner:
             )
             slot.keys[begin:end] = keys[begin:end]
             slot.length = end
-        logits: NDArray[np.float32] = self.executor.read("logits")
-        return logits[0]
+        logits: NDArray[np.float32] = self.executor.read("logits")[0]
+        return logits
 
     def decode(self, steps: Sequence[tuple[Slot, int]]) -> dict[int, NDArray[np.float32]]:
         """Add one token to each sequence in one batch; logits [vocab] by slot index.

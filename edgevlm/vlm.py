@@ -10,10 +10,9 @@ import resource
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,44 +20,23 @@ from PIL import Image
 
 from edgevlm.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, open_bundle
 from edgevlm.chat_template import ChatTemplate
+from edgevlm.checks import check_start
+from edgevlm.device import Machine
 from edgevlm.errors import BusyError, ExecutorError, PromptTooLong, TooManyImages
 from edgevlm.executors.base import Executor
+from edgevlm.generation import Delta, FinishReason, Generation, TextAssembly
 from edgevlm.images import ImageSource, decode, image_digest
 from edgevlm.preprocess import resize_image
 from edgevlm.prompt import Messages, Prompt, PromptBuilder
 from edgevlm.runner import ModelRunner, Slot
 from edgevlm.sampling import Sampler, SamplingParams, TokenLogprobs
-from edgevlm.tokenizer import StopStrings, StreamDecoder, Tokenizer
+from edgevlm.tokenizer import Tokenizer
 
-FinishReason = Literal["stop", "length"]
-EXECUTORS = {"host": ("edgevlm.executors.host", "HostExecutor")}
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished answer. `usage`, `timings` (ms) and `memory` (bytes) have the keys of docs."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: FinishReason
-    usage: dict[str, Any]
-    timings: dict[str, float]
-    memory: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Delta:
-    """One token's piece of an answer, often "" (half a character, a possible stop string).
-
-    The last one has `finish_reason` and the whole `generation`.
-    """
-
-    text: str
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
-    generation: Generation | None = None
+EXECUTORS = {
+    "host": ("edgevlm.executors.host", "HostExecutor"),
+    "tensorrt": ("edgevlm.executors.tensorrt", "TensorRTExecutor"),
+    "tensorrt-rtx": ("edgevlm.executors.tensorrt", "TensorRTRTXExecutor"),
+}
 
 
 @dataclass
@@ -86,14 +64,17 @@ class VLM:
         executor: str | None = None,
         threads: int | None = None,
         check: bool = True,
+        machine: Machine | None = None,
     ) -> None:
         """Load a bundle. `executor` None: the one it was built for; `threads` None: every core.
 
-        `check=False` skips the SHA-256 of its files. Raises BundleError, ExecutorError.
+        `check=False` skips the SHA-256 of its files. `machine` None: this one.
+        Raises BundleError, ExecutorError.
         """
         start = time.perf_counter()
         self.bundle: Bundle = open_bundle(path, check=check)
         manifest = self.bundle.manifest
+        check_start(manifest, machine)
         self._tokenizer, self._prompts = _text_side(self.bundle)
         self._executor = _make_executor(self.bundle, executor, threads)
         self._runner = ModelRunner(self.bundle, self._executor)
@@ -206,7 +187,7 @@ class VLM:
         return room
 
     def _stream(self, request: _Request) -> Iterator[Delta]:
-        text = _TextAssembly(self._tokenizer, request.params)
+        text = TextAssembly(self._tokenizer, request.params)
         for token, logprobs, ended in self._tokens(request):
             delta = text.push(token, logprobs, ended)
             if delta.finish_reason is not None:
@@ -241,6 +222,9 @@ class VLM:
                     self._check_open()
                     logits = self._runner.decode([(slot, token)])[slot.index]
                     token, logprobs = request.sampler.sample(logits)
+        except ExecutorError:
+            slot.length = 0  # what lies in its cache may be what went wrong
+            raise
         finally:
             slot.busy = False
 
@@ -290,7 +274,7 @@ class VLM:
         if self._closed:
             raise ExecutorError("this VLM is closed; open the bundle again")
 
-    def _finish(self, request: _Request, text: "_TextAssembly", last: Delta) -> Delta:
+    def _finish(self, request: _Request, text: TextAssembly, last: Delta) -> Delta:
         """The last delta, with the whole answer."""
         assert last.finish_reason is not None
         manifest = self.bundle.manifest
@@ -323,35 +307,6 @@ class VLM:
             },
         )
         return dataclasses.replace(last, generation=generation)
-
-
-class _TextAssembly:
-    """Ids of one answer become text pieces that end at a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._decoder = StreamDecoder(tokenizer)
-        self._stop = StopStrings(params.stop)
-        self._pieces: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-
-    @property
-    def text(self) -> str:
-        """All of it so far."""
-        return "".join(self._pieces)
-
-    def push(self, token: int, logprobs: TokenLogprobs | None, ended: FinishReason | None) -> Delta:
-        """One more token. `ended`: it is the last one, and why."""
-        self.token_ids.append(token)
-        if self.logprobs is not None and logprobs is not None:
-            self.logprobs.append(logprobs)
-        piece = self._stop.push(self._decoder.push(token))
-        if ended and not self._stop.stopped:
-            piece += self._stop.push(self._decoder.flush())
-            piece += self._stop.flush()
-        self._pieces.append(piece)
-        reason: FinishReason | None = "stop" if self._stop.stopped else ended
-        return Delta(piece, [token], None if logprobs is None else [logprobs], reason)
 
 
 def peak_rss_bytes() -> int:

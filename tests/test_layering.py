@@ -21,6 +21,7 @@ FLOORS = (
         "messages",
         "prompt",
         "sampling",
+        "generation",
         "filesystem",
         "meminfo",
         "boards",
@@ -36,6 +37,7 @@ FLOORS = (
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 VENDOR = {"onnxruntime", "tensorrt", "tensorrt_rtx", "cuda"}
 VENDOR_ALLOWED = {
+    "edgevlm/executors/cuda.py": {"cuda"},
     "edgevlm/executors/host.py": {"onnxruntime"},
     "edgevlm/executors/cuda.py": {"cuda"},
     "builders/lowering/host.py": {"onnxruntime"},

@@ -18,10 +18,11 @@ from edgevlm.bundle import TOKENIZER, PhaseName
 from edgevlm.commands.terminal import terminal
 from edgevlm.errors import BadParameter
 from edgevlm.executors.base import Executor
+from edgevlm.generation import Generation
 from edgevlm.images import decode, open_image
 from edgevlm.sampling import SamplingParams
 from edgevlm.tokenizer import Tokenizer
-from edgevlm.vlm import VLM, Generation
+from edgevlm.vlm import VLM
 
 WORDS = "time year people way day man thing woman life child world school state family".split()
 WARM_UP_TOKENS = 4

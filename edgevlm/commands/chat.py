@@ -15,9 +15,10 @@ from edgevlm.commands.request import (
     user_message,
 )
 from edgevlm.errors import EdgeVLMError, RequestError
+from edgevlm.generation import Generation
 from edgevlm.images import open_image
 from edgevlm.sampling import SamplingParams
-from edgevlm.vlm import VLM, Generation
+from edgevlm.vlm import VLM
 
 HELP = """\
 /image FILE    show this picture with the next message (may be repeated)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from edgevlm.commands.arguments import SAMPLING
+from edgevlm.generation import Delta, Generation
 from edgevlm.sampling import SamplingParams
-from edgevlm.vlm import Delta, Generation
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
