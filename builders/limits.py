@@ -113,13 +113,9 @@ def make_plan(
         ]
         if options.weights != "int4":
             others.insert(0, ("--weights", "int4", options.weights, sized(model, "int4")))
+        least, step = _smallest(model, limits), wishes.pixel_step
         changes = single_changes(
-            limits,
-            size,
-            budget,
-            smallest=_smallest(model, limits),
-            pixel_step=wishes.pixel_step,
-            others=others,
+            limits, size, budget, smallest=least, pixel_step=step, others=others
         )
     return Planned(capped(model, limits), made, changes, wishes, size)
 

@@ -33,23 +33,14 @@ def limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-images", type=positive, metavar="N", help="in one request")
     parser.add_argument("--max-prefill-chunk", type=positive, metavar="N", help="tokens at a time")
     parser.add_argument("--slots", type=positive, metavar="N", help="answers at the same time")
-    budget(parser)
-
-
-def budget(parser: argparse.ArgumentParser) -> None:
-    """Flags of the budget; with one, limits that are not given are the largest that fit."""
     parser.add_argument(
         "--memory-budget",
         type=byte_size,
         metavar="SIZE",
-        help="solve for this many bytes, and refuse what needs more",
+        help="find the largest limits that fit; refuse what cannot",
     )
     parser.add_argument(
-        "--reserve", type=byte_size, metavar="SIZE", help="of it, left to other processes"
+        "--reserve", type=byte_size, metavar="SIZE", help="of the budget, for other processes"
     )
-    parser.add_argument(
-        "--min-seq-len", type=positive, metavar="N", help="the solved context is at least this"
-    )
-    parser.add_argument(
-        "--min-pixels", type=pixel_count, metavar="WxH", help="so are the solved pixels"
-    )
+    parser.add_argument("--min-seq-len", type=positive, metavar="N", help="refuse fewer tokens")
+    parser.add_argument("--min-pixels", type=pixel_count, metavar="WxH", help="refuse fewer pixels")

@@ -6,9 +6,7 @@ import logging
 from typing import Any
 
 from builders.limits import BuildOptions, check_budget
-from builders.plan_print import print_report
 from builders.plan_report import document, report
-from builders.plot import draw
 from edgevlm.commands.refusal import Refused
 from edgevlm.errors import OverBudget
 
@@ -19,8 +17,13 @@ def execute(args: argparse.Namespace) -> dict[str, Any]:
     logging.getLogger("builders").setLevel(logging.ERROR)
     found = report(args.model, args.device, options_of(args), args.executor)
     if args.plot is not None:
+        from builders.plot import draw
+
         draw(found, args.plot)
     if not args.json:
+        # Tables take a seventh of the command's time, and a document needs none.
+        from builders.plan_print import print_report
+
         print_report(found)
     try:
         check_budget(found.planned.plan, found.planned.changes)

@@ -6,9 +6,13 @@ Knows roles, parts and which picture belongs to which part; knows nothing about 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgevlm.errors import BadParameter
+from edgevlm.config import ImageProcessorConfig
+from edgevlm.errors import BadImage, BadParameter
 from edgevlm.images import ImageSource, OpenImage, decode_data_url, open_image
+from edgevlm.preprocess import resized_size, unscaled_size
 
+# OpenAI's three mean the same here, where the bundle's plan has the say; strict is ours.
+DETAILS = ("auto", "low", "high", "strict")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -24,11 +28,13 @@ def normalise(
     messages: Sequence[Mapping[str, Any]],
     images: Sequence["ImageSource | OpenImage"],
     accepts_images: bool = True,
+    processor: ImageProcessorConfig | None = None,
 ) -> tuple[list[dict[str, Any]], list[OpenImage]]:
     """Messages for the template, and the pictures in the order of their parts, headers read.
 
     {"type": "image"} parts take `images` in order; {"type": "image_url"} parts bring their own as a
-    data URL. A text model's template reads strings, so for it text parts are joined.
+    data URL. A text model's template reads strings, so for it text parts are joined. A picture of
+    `detail` "strict" that `processor` would scale down is refused.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise BadParameter(f"messages is {type(messages).__name__}, not a list of messages")
@@ -41,11 +47,17 @@ def normalise(
             f'messages have {asked} parts {{"type": "image"}} but {len(waiting)} images were given'
         )
     opened: list[OpenImage] = []
-    normal = [_message(m, f"messages[{i}]", waiting, opened) for i, m in enumerate(messages)]
+    strict: list[tuple[OpenImage, str]] = []
+    normal = [
+        _message(m, f"messages[{i}]", waiting, opened, strict) for i, m in enumerate(messages)
+    ]
     if opened and not accepts_images:
         raise BadParameter(
             f"this bundle's model reads text only; the request has {len(opened)} images"
         )
+    if processor is not None:
+        for image, where in strict:
+            _refuse_scaling(image, where, processor)
     if not accepts_images:
         for message in normal:
             if isinstance(message.get("content"), list):
@@ -63,7 +75,11 @@ def _is_image_part(part: Any) -> bool:
 
 
 def _message(
-    message: Any, where: str, waiting: list[Any], opened: list[OpenImage]
+    message: Any,
+    where: str,
+    waiting: list[Any],
+    opened: list[OpenImage],
+    strict: list[tuple[OpenImage, str]],
 ) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise BadParameter(
@@ -80,9 +96,14 @@ def _message(
     if isinstance(content, list | tuple):
         if not content:
             raise BadParameter(f"{where}.content is an empty list; send text or an image")
-        normal["content"] = [
-            _part(part, f"{where}.content[{i}]", waiting, opened) for i, part in enumerate(content)
-        ]
+        parts = []
+        for i, part in enumerate(content):
+            at = f"{where}.content[{i}]"
+            before = len(opened)
+            parts.append(_part(part, at, waiting, opened))
+            if len(opened) > before and _detail(part, at) == "strict":
+                strict.append((opened[-1], at))
+        normal["content"] = parts
     elif content is None and role == "assistant" and normal.get("tool_calls"):
         normal["content"] = ""
     elif not isinstance(content, str):
@@ -105,6 +126,27 @@ def _part(part: Any, where: str, waiting: list[Any], opened: list[OpenImage]) ->
         return {"type": "image"}
     shown = kind if isinstance(part, Mapping) else part
     raise BadParameter(f"{where} is of type {shown!r}, not one of text, image, image_url")
+
+
+def _detail(part: Mapping[str, Any], where: str) -> str:
+    """`detail` of an image part; OpenAI writes it inside image_url."""
+    url = part.get("image_url")
+    given = url.get("detail") if isinstance(url, Mapping) else part.get("detail")
+    if given is None:
+        return "auto"
+    if given not in DETAILS:
+        raise BadParameter(f"{where}.detail is {given!r}, not one of {', '.join(DETAILS)}")
+    return str(given)
+
+
+def _refuse_scaling(image: OpenImage, where: str, processor: ImageProcessorConfig) -> None:
+    used, wanted = resized_size(processor, image.size), unscaled_size(processor, image.size)
+    if used != wanted:
+        raise BadImage(
+            f"{where} has detail strict and is {image.size[0]}x{image.size[1]}; this bundle takes "
+            f"{processor.max_pixels:,} pixels and would scale it to {used[0]}x{used[1]}: send it "
+            "smaller, leave detail out, or rebuild with --max-pixels"
+        )
 
 
 def _image_url(value: Any, where: str) -> bytes:

@@ -18,6 +18,7 @@ from edgevlm.config import ImageProcessorConfig
 from edgevlm.errors import BadImage
 
 MAX_ASPECT_RATIO = 200
+NO_LIMIT = 1 << 62  # pixels
 Grid = tuple[int, int, int]  # (t, h, w) in patches
 
 
@@ -46,6 +47,13 @@ def resized_size(config: ImageProcessorConfig, size: tuple[int, int]) -> tuple[i
     """(width, height) that a picture of `size` (width, height) is resized to."""
     factor = config.patch_size * config.merge_size
     height, width = smart_resize(size[1], size[0], factor, config.min_pixels, config.max_pixels)
+    return width, height
+
+
+def unscaled_size(config: ImageProcessorConfig, size: tuple[int, int]) -> tuple[int, int]:
+    """The same if no picture were too large; they differ where one is scaled down to the limit."""
+    factor = config.patch_size * config.merge_size
+    height, width = smart_resize(size[1], size[0], factor, config.min_pixels, NO_LIMIT)
     return width, height
 
 

@@ -90,7 +90,7 @@ class PromptBuilder:
         sees = self._config.image_tokens is not None
         if isinstance(prompt, str):
             prompt = openai.from_text(prompt, len(images))
-        normal, opened = openai.normalise(prompt, images, sees)
+        normal, opened = openai.normalise(prompt, images, sees, self._config.image_processor)
         given = {"messages": normal, "variables": dict(variables or {})}
         mark = unguessable_mark(given)
         marked = self._control.mark(given, mark)

@@ -60,7 +60,9 @@ def test_a_machine_that_says_nothing_is_refused(tmp_path: Path) -> None:
         find_device("this-machine", tmp_path)
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("8GiB", 8 * GIB), ("512MiB", GIB // 2), ("1000", 1000)])
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("8GiB", 8 * GIB), ("512MiB", GIB // 2), ("1000", 1000)]
+)
 def test_a_number_of_bytes_is_a_device(text: str, nbytes: int) -> None:
     assert find_device(text).usable_bytes == nbytes
 

@@ -1,4 +1,4 @@
-"""The solver: what it gives fits, one step more does not, and what cannot fit is told how it could."""
+"""The solver: what it gives fits, one step more does not; what cannot fit is told how it could."""
 
 import dataclasses
 from pathlib import Path
@@ -70,7 +70,9 @@ def test_the_answer_fits_and_is_maximal(
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(["qwen2-vl-2b", "qwen2.5-vl-7b"]), st.integers(2000, 9000), st.integers(1, 4000))
+@given(
+    st.sampled_from(["qwen2-vl-2b", "qwen2.5-vl-7b"]), st.integers(2000, 9000), st.integers(1, 4000)
+)
 def test_more_memory_never_gives_less(name: str, budget_mib: int, more_mib: int) -> None:
     less, more = (
         planned(name, memory_budget=b * MIB, max_pixels=1280 * 784).plan
@@ -137,9 +139,7 @@ def test_where_no_single_change_is_enough_it_says_so() -> None:
 def test_other_changes_are_the_first_of_their_kind_that_fit() -> None:
     limits = planned("qwen2.5-0.5b").plan.limits
     others = [("m", str(n), "", lambda _, n=n: n) for n in (30, 20, 10)]
-    found = single_changes(
-        limits, lambda _: 99, 25, smallest=limits, pixel_step=1, others=others
-    )
+    found = single_changes(limits, lambda _: 99, 25, smallest=limits, pixel_step=1, others=others)
     assert [(c.flag, c.value) for c in found] == [("m", "20")]
 
 
