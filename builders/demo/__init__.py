@@ -1,0 +1,1 @@
+"""The demo: scenes that we draw, a small model trained on them, and the command that shows it."""
