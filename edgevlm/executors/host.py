@@ -7,6 +7,8 @@ is taken after start: a run that needs more than the plan says is an error, not 
 
 import logging
 import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,10 @@ from edgevlm.memory_plan import ALIGNMENT, Placement, PoolName
 
 log = logging.getLogger(__name__)
 
+GIB = 1 << 30
+SLACK = 4096  # bytes that the arena may waste here and there
 MAX_BINDINGS = 32  # a decode step reuses its binding; prefill chunks come in few shapes
+_REGISTERING = threading.Lock()  # ONNX Runtime keeps one registration for the whole process
 POOLS: tuple[PoolName, ...] = ("kv_cache", "io")  # largest first
 
 
@@ -36,14 +41,9 @@ class HostExecutor:
             self._placements = {p.name: p for p in plan.placements}
             self._views = {p.name: _view(pools[p.pool], p) for p in plan.placements}
             options = _session_options(threads or available_cores())
-            _register_arena(plan.pool("activations").bytes)
-            self._sessions = {
-                stage.file: ort.InferenceSession(
-                    str(bundle.file(stage.file)), options, providers=["CPUExecutionProvider"]
-                )
-                for stages in bundle.manifest.phases.values()
-                for stage in stages
-            }
+            files = [s.file for stages in bundle.manifest.phases.values() for s in stages]
+            paths = {file: bundle.file(file) for file in files}  # prefill and decode share one
+            self._sessions, self._plugs = _load(paths, options, plan.pool("activations").bytes)
         except MemoryError as error:
             raise ExecutorError(
                 f"the machine refused {plan.total_bytes:,} bytes that the plan needs; "
@@ -97,6 +97,7 @@ class HostExecutor:
         self._closed = True
         self._bindings.clear()
         self._sessions.clear()
+        self._plugs.clear()
         self._views.clear()
 
     def _take(self, nbytes: int) -> NDArray[np.uint8]:
@@ -147,25 +148,57 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _register_arena(nbytes: int) -> None:
-    """One arena for what lies between nodes, taken in one piece and never larger."""
-    limits = {
-        "max_mem": nbytes,
-        "initial_chunk_size_bytes": nbytes,
-        "arena_extend_strategy": 1,  # as requested
-        "max_dead_bytes_per_chunk": 1 << 20,
-    }
+def _load(paths: dict[str, Path], options: Any, nbytes: int) -> tuple[dict[str, Any], list[Any]]:
+    """A session for each graph, all on one arena of `nbytes`; and what keeps it from growing."""
     memory = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )
-    # The latest registration serves the sessions made after it; earlier ones keep theirs.
-    ort.create_and_register_allocator(memory, ort.OrtArenaCfg(limits))
+    # The arena counts packed weights too, and a limit that they pass no longer limits: so it is
+    # more than they can be, and what they leave of it is plugged when they are there.
+    limit = nbytes + GIB + 4 * sum(_graph_bytes(path) for path in paths.values())
+    config = ort.OrtArenaCfg(
+        {
+            "max_mem": limit,
+            "arena_extend_strategy": 1,  # as requested
+            "max_dead_bytes_per_chunk": SLACK,  # a larger rest of a free piece is split off
+        }
+    )
+    with _REGISTERING:
+        # The latest registration serves the sessions made after it; earlier ones keep theirs.
+        ort.create_and_register_allocator(memory, config)
+        sessions = {
+            file: ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            for file, path in paths.items()
+        }
+    return sessions, _seal(next(iter(sessions.values())), nbytes, limit)
+
+
+def _graph_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+
+
+def _seal(session: Any, nbytes: int, limit: int) -> list[Any]:
+    """Make an arena hold `nbytes` and nothing ever after; returns what must be kept for that."""
+    take = getattr(session, "create_ortvalue_from_shape_and_type", None)
+    if take is None:  # ONNX Runtime before 1.32: the first runs take what they need
+        return []
+    region = take([nbytes], np.uint8, "cpu")
+    region.numpy()[...] = 0  # touch every page now, so that the plan is a promise and not a hope
+    plugs, size = [], limit
+    while size >= SLACK:
+        try:
+            plugs.append(take([size], np.uint8, "cpu"))  # address space, not memory: never touched
+        except Exception:  # "smaller than requested"
+            size //= 2
+    return plugs  # `region` goes back to the arena here, and is all that is free in it
 
 
 def _session_options(threads: int) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
+    # One block for all of a run would have to find room among the pieces of other shapes.
+    options.enable_mem_pattern = False
     options.log_severity_level = 4  # what went wrong is in the exception
     options.add_session_config_entry("session.use_env_allocators", "1")
     # Weights are not activations: keep them out of the arena.
