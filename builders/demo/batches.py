@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -133,7 +134,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.pad: int = tokenizer.token_to_id("<|image_pad|>")
+        (self.pad,) = tokenizer.encode("<|image_pad|>", add_special_tokens=False).ids
         self._known: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -190,7 +191,8 @@ class Encoder:
         system: str = "",
     ) -> Batch:
         """``layout``: questions side by side ("shared"), in "turns", or one with "text first"."""
-        laid, kinds = [], []
+        laid: list[_Tokens] = []
+        kinds: list[str] = []
         for scene, asked in samples:
             questions = asked[:1] if layout == "text first" else asked
             laid.append(self._lay(scene.pictures, questions, len(kinds), layout, system))
@@ -219,7 +221,7 @@ class Encoder:
         )
 
 
-def pictures_as_tensors(pictures: Sequence[Picture]) -> dict[str, object]:
+def pictures_as_tensors(pictures: Sequence[Picture]) -> dict[str, Any]:
     """The fields of Batch that come from the pictures alone."""
     return dict(
         patches=torch.from_numpy(np.concatenate([patches(p.image) for p in pictures])),
@@ -250,7 +252,8 @@ def choose(
     rng: random.Random, questions: Sequence[Question], count: int, weights: dict[str, float]
 ) -> list[Question]:
     """``count`` different questions, kinds weighted."""
-    left, chosen = list(questions), []
+    left = list(questions)
+    chosen: list[Question] = []
     while left and len(chosen) < count:
         # A kind that has several questions in a scene counts once.
         share = {k: sum(q.kind == k for q in left) for k in {q.kind for q in left}}

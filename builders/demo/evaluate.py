@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,10 +20,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration, Qwen2VLImageProcessor
 
-from builders.demo.batches import Encoder
+from builders.demo.batches import SYSTEMS, Batch, Encoder
 from builders.demo.export import CHECKPOINT
 from builders.demo.model import int4, quantised, text, tower
-from builders.demo.scenes import Example, Picture, Question, Scene, examples
+from builders.demo.scenes import ABOUTS, Example, Picture, Question, Scene, examples, scene
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,6 @@ def right_answers(
     return right
 
 
-@torch.no_grad()
 def _batch(
     model: Qwen2VLForConditionalGeneration,
     encoder: Encoder,
@@ -66,20 +66,55 @@ def _batch(
     for e in asked:
         pictures = tuple(Picture(image, "white", (), "") for image in e.images)
         samples.append((Scene("", pictures, ()), [Question(e.kind, e.question, e.answer)]))
-    batch = encoder.batch(samples)
+    return _right(model, encoder, encoder.batch(samples), head)
+
+
+@torch.no_grad()
+def _right(
+    model: Qwen2VLForConditionalGeneration,
+    encoder: Encoder,
+    batch: Batch,
+    head: torch.Tensor | None,
+) -> list[bool]:
+    """Which of the batch's questions are answered exactly, given the right answers before."""
     sizes = [rows * columns for rows, columns in batch.grids]
     if len(set(sizes)) == 1:
         seen = tower(model.model.visual, batch.patches, batch.grids)
     else:  # the two pictures of a pair differ
-        each = zip(batch.patches.split(sizes), batch.grids, strict=True)
+        each = zip(torch.split(batch.patches, sizes), batch.grids, strict=True)
         seen = torch.cat([tower(model.model.visual, p, [grid]) for p, grid in each])
     embeds = model.model.language_model.embed_tokens(batch.ids)
     embeds = embeds.masked_scatter((batch.ids == encoder.pad)[..., None], seen)
     keep = batch.targets != -100
     logits = text(model, embeds, batch.positions, batch.mask, keep, head)
     good = (logits.argmax(-1) == batch.targets[keep]).float()
-    ok = torch.ones(len(asked)).scatter_reduce(0, batch.owner[keep], good, "amin")
+    ok = torch.ones(len(batch.kinds)).scatter_reduce(0, batch.owner[keep], good, "amin")
     return [bool(v) for v in ok]
+
+
+def other_layouts(
+    model: Qwen2VLForConditionalGeneration,
+    encoder: Encoder,
+    seed: int,
+    count: int,
+    head: torch.Tensor | None,
+) -> dict[str, str]:
+    """Right of asked, on ``count`` scenes each: up to three turns, text first, a system turn."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    for name, layout, system in (
+        ("turn", "turns", ""),
+        ("text before the picture", "text first", ""),
+        ("system turn", "shared", SYSTEMS[0]),
+    ):
+        rng = random.Random(seed)
+        for index in range(count):
+            drawn = scene(rng, ABOUTS[index % len(ABOUTS)])
+            asked = rng.sample(drawn.questions, min(len(drawn.questions), 3))
+            asked = asked if layout == "turns" else asked[:1]
+            found = _right(model, encoder, encoder.batch([(drawn, asked)], layout, system), head)
+            for turn, ok in enumerate(found, 1):
+                right[f"turn {turn}" if layout == "turns" else name].append(ok)
+    return {name: f"{sum(oks)} of {len(oks)}" for name, oks in right.items()}
 
 
 def accuracy(asked: Sequence[Example], right: Sequence[bool]) -> dict[str, Any]:
@@ -138,6 +173,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="questions for each seed")
     parser.add_argument("--int4", type=int, default=0, metavar="GROUP", help="round the weights")
     parser.add_argument("--generate", type=int, default=0, metavar="N", help="check N of them")
+    parser.add_argument("--layouts", type=int, default=0, metavar="N", help="chats about N scenes")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     torch.set_num_threads(1)  # small matrices: more threads only wait for each other
@@ -160,6 +196,8 @@ def main() -> None:
             for answer, e, right in zip(answers, every, ok, strict=False)
         ]
         report["generate agrees"] = f"{sum(same)} of {len(same)}"
+    if args.layouts:
+        report["layouts"] = other_layouts(model, encoder, args.seeds[0], args.layouts, head)
     log.info(json.dumps(report, indent=1))
 
 

@@ -79,7 +79,8 @@ def make_tokenizer() -> Tokenizer:
 
 
 def new_model(tokenizer: Tokenizer) -> Qwen2VLForConditionalGeneration:
-    ids = {s: tokenizer.token_to_id(s) for s in SPECIAL}
+    vocabulary = tokenizer.get_vocab()
+    ids = {s: vocabulary[s] for s in SPECIAL}
     return Qwen2VLForConditionalGeneration(config(ids, tokenizer.get_vocab_size()))
 
 

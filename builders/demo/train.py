@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from builders.demo import scenes
 from builders.demo.batches import (
@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 TOWER_ALONE = 0.07  # shares of the time budget
 HOLD = 0.35
 ROUNDED_FROM = 0.8
-CHATS_FROM = 0.87
 LAYOUTS = ("shared", "turns", "text first")
 CELL_WEIGHT = 0.25
 
@@ -159,7 +158,7 @@ class Trainer:
         else:
             rounded = done > ROUNDED_FROM and shared.random() < 0.7
             with self._rounded(shared.choice((32, 64))) if rounded else _as_is():
-                self._question_step(done > CHATS_FROM, shared, own)
+                self._question_step(shared, own)
         self._average()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         since = self.step - self.alone if self.step >= self.alone else self.step
@@ -174,17 +173,17 @@ class Trainer:
         abouts = [own.choice(("shapes", "shapes", "digits", "word")) for _ in range(count)]
         drawn = [scenes.scene(own, about, size, any_word) for about in abouts]
         self.pictures += count
-        tensors: Any = pictures_as_tensors([p for s in drawn for p in s.pictures])
+        tensors = pictures_as_tensors([p for s in drawn for p in s.pictures])
         seen = tower(self.visual, tensors["patches"], tensors["grids"])
         self._cell_loss(seen, tensors["labels"]).backward()  # type: ignore[no-untyped-call]
 
-    def _question_step(self, chats: bool, shared: random.Random, own: random.Random) -> None:
+    def _question_step(self, shared: random.Random, own: random.Random) -> None:
         """Two backward passes: questions about shapes, then reading or two pictures."""
         wrong = {k: 0.04 + 1 - r for k, r in self.right.items()}
         other = ("digits", "word", "pair")
         weights = [wrong["digits"], wrong["word"], wrong["two_pictures"]]
         for about in ("shapes", shared.choices(other, weights)[0]):
-            batch = self._draw(about, wrong, chats, shared, own)
+            batch = self._draw(about, wrong, shared, own)
             seen = tower(self.visual, batch.patches, batch.grids)
             loss = self._answer_loss(batch, seen, 1.0 if about == "shapes" else 0.6)
             loss = loss + 0.5 * CELL_WEIGHT * self._cell_loss(seen, batch.labels)
@@ -194,16 +193,14 @@ class Trainer:
         self,
         about: str,
         wrong: dict[str, float],
-        chats: bool,
         shared: random.Random,
         own: random.Random,
     ) -> Batch:
         size = picture_size(shared)
         if about == "pair":
             size = shared.choice(scenes.SIDES[:2]), shared.choice(scenes.SIDES[:2])
-        # "shared" teaches most in a second; what a chat needs besides is learnt at the end.
-        often = (0.35, 0.5, 0.15) if chats else (0.85, 0.1, 0.05)
-        layout = shared.choices(LAYOUTS, often)[0]
+        # "shared" teaches most in a second, so the others get few samples.
+        layout = shared.choices(LAYOUTS, (0.85, 0.1, 0.05))[0]
         system = shared.choice(SYSTEMS) if shared.random() < 0.1 else ""
         asked = {"shapes": 7, "pair": 3}.get(about, 2)
         count = {"shapes": 14, "pair": 10}.get(about, 14)
@@ -269,7 +266,8 @@ class Trainer:
             w.data = k
 
     def _report(self, done: float) -> None:
-        percent = {k: round(100 * v, 1) for k, v in (self.right | self.cells).items()}
+        running = self.right | {f"cell {k}": v for k, v in self.cells.items()}
+        percent = {k: round(100 * v, 1) for k, v in running.items()}
         line = dict(
             step=self.step,
             seconds=round(self.elapsed),
@@ -316,7 +314,7 @@ def main() -> None:
     if args.processes == 1:
         _process(0, args)
     else:
-        mp.spawn(_process, (args,), nprocs=args.processes)  # type: ignore[no-untyped-call]
+        spawn(_process, (args,), nprocs=args.processes)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
