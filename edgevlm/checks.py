@@ -8,7 +8,15 @@ from collections.abc import Iterable
 from typing import Literal
 
 from edgevlm.boards import BAD_L4T, BAD_L4T_CHUNK, same_version, version_numbers
-from edgevlm.bundle import CHAT_TEMPLATE, EMBEDDING_TABLE, REFERENCE, TOKENIZER, BuiltOn, Manifest
+from edgevlm.bundle import (
+    CHAT_TEMPLATE,
+    EMBEDDING_TABLE,
+    REFERENCE,
+    TIMING_CACHE,
+    TOKENIZER,
+    BuiltOn,
+    Manifest,
+)
 from edgevlm.device import Machine, read_machine, usable_bytes
 from edgevlm.errors import BundleError, ExecutorError
 from edgevlm.machine_checks import UPGRADE_L4T, memory_conditions
@@ -17,12 +25,13 @@ from edgevlm.meminfo import headroom, mib
 
 log = logging.getLogger(__name__)
 
-NOT_WEIGHTS = (TOKENIZER, CHAT_TEMPLATE, EMBEDDING_TABLE, REFERENCE)
+NOT_WEIGHTS = (TOKENIZER, CHAT_TEMPLATE, EMBEDDING_TABLE, REFERENCE, TIMING_CACHE)
 # The first TensorRT that compiles a lowering: native needs KVCacheUpdate and RotaryEmbedding.
 FIRST_TENSORRT = {"native": (10, 15), "classic": (10, 3)}
 # These say that the bundle is another machine's; all others that this machine lacks something.
 MISMATCHES = frozenset(
-    ("bundle tensorrt", "bundle compute capability", "bundle l4t", "bundle lowering")
+    ("bundle engines", "bundle tensorrt", "bundle compute capability", "bundle l4t")
+    + ("bundle lowering",)
 )
 
 
@@ -54,7 +63,9 @@ def one_line(check: Check) -> str:
 def bundle_checks(manifest: Manifest, machine: Machine) -> list[Check]:
     """The bundle's demands against the machine, gravest first."""
     checks = [_executor(manifest, machine), _lowering(manifest, machine)]
-    if manifest.executor != "host":
+    if manifest.pending is not None:
+        checks.insert(0, _engines(manifest))
+    elif manifest.executor != "host":
         checks += _built_on(manifest, machine)
     checks += [_plan(manifest, machine), _allocations(manifest, machine)]
     return [*checks, *memory_conditions(machine)]
@@ -80,6 +91,13 @@ def largest_chunk(manifest: Manifest) -> tuple[int, str]:
             if stage.file in manifest.files:
                 pieces.append((manifest.files[stage.file].bytes, f"the engine {stage.file}"))
     return max(pieces, default=(0, "nothing"))
+
+
+def _engines(manifest: Manifest) -> Check:
+    assert manifest.pending is not None
+    found = f"prepared for {manifest.target}, {len(manifest.pending.stages)} graphs not compiled"
+    remedy = "run `edgevlm compile BUNDLE` on the board itself, which needs no checkpoint"
+    return Check("bundle engines", "fail", found, "compiled engines", remedy)
 
 
 def _executor(manifest: Manifest, machine: Machine) -> Check:

@@ -94,7 +94,7 @@ def _python(machine: Machine) -> Check:
             "warn",
             found,
             f"{release.python}: JetPack {release.version} has TensorRT for that Python only",
-            f"/usr/bin/python{release.python} -m venv --system-site-packages ~/edgevlm",
+            f"/usr/bin/python{release.python} -m venv --system-site-packages ~/edgevlm-venv",
         )
     return Check("python", "ok", found, needed)
 
@@ -186,7 +186,7 @@ def _tensorrt(machine: Machine) -> Check:
     if python is None:
         version = release.python if release is not None else "3"
         remedy = f"sudo apt install python3-libnvinfer; /usr/bin/python{version} -m venv "
-        remedy += "--system-site-packages ~/edgevlm"
+        remedy += "--system-site-packages ~/edgevlm-venv"
         found += ", but not for this Python"
         return Check("tensorrt", "warn", found, "its Python module", remedy)
     return Check("tensorrt", "ok", found, needed)
