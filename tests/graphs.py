@@ -111,6 +111,7 @@ class Graphs:
         shapes = io_shapes(model, limits, "float32", windows)
         shapes += cache_shapes(model.text, limits, "float32")
         self.arrays: dict[str, NDArray[Any]] = {n: np.zeros(s, d) for n, d, s in shapes}
+        self.rope(plain_positions(limits.max_seq_len), 0)
         options = ort.SessionOptions()
         options.intra_op_num_threads = 2
         self.stages = [(file, ort.InferenceSession(str(file.path), options)) for file in files]
@@ -134,47 +135,41 @@ class Graphs:
         chunk: int | None = None,
         positions: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float32]:
-        """Logits [vocab] after `embeds` [S, H], whose first token is number `start`."""
-        if positions is None:
-            positions = plain_positions(start + len(embeds))[:, start:]
-        self.rope(positions, slot, start)
+        """Logits [vocab] after `embeds` [S, H], whose first token is number `start`.
+
+        3-D `positions` have rows of their own after those of the table, written for each chunk.
+        """
         chunk = chunk or len(embeds)
+        own = self.limits.max_seq_len
         for at in range(0, len(embeds), chunk):
             rows = embeds[at : at + chunk]
-            self._tokens(rows, [slot], [start + at])
+            places = np.arange(len(rows)) + (start + at if positions is None else own)
+            if positions is not None:
+                self.rope(positions[:, at : at + chunk], own)
+            self._tokens(rows, places, [start + at])
             self.run(batch_size=1, sequence_length=len(rows), row=0, slot=slot)
         return self.arrays["logits"][0].copy()
 
     def decode(
-        self, embeds: NDArray[np.float32], lengths: Sequence[int], slot: int = 0
+        self, embeds: NDArray[np.float32], lengths: Sequence[int], slot: int = 0, delta: int = 0
     ) -> NDArray[np.float32]:
         """Logits [B, vocab] of one token [B, H] each for slots from `slot` on."""
-        slots = range(slot, slot + len(embeds))
-        self._tokens(embeds, slots, lengths)
+        self._tokens(embeds, np.array(lengths) + delta, lengths)
         self.run(batch_size=len(embeds), sequence_length=1, row=0, slot=slot)
         return self.arrays["logits"][: len(embeds)].copy()
 
-    def rope(self, positions: NDArray[np.int64], slot: int, start: int) -> None:
-        """Fill the table's rows of one slot from token `start` on."""
+    def rope(self, positions: NDArray[np.int64], first: int) -> None:
+        """Fill the table's rows from `first` on."""
         cos, sin = rope_rows(positions, self.model.text)
-        first = self._row(slot) + start
         self.arrays["rope_cos"][first : first + len(cos)] = cos
         self.arrays["rope_sin"][first : first + len(sin)] = sin
 
-    def _row(self, slot: int) -> int:
-        plain = self.model.text.rope.scheme == "plain"
-        return 0 if plain else slot * self.limits.max_seq_len
-
     def _tokens(
-        self, embeds: NDArray[np.float32], slots: Sequence[int], lengths: Sequence[int]
+        self, embeds: NDArray[np.float32], places: NDArray[np.int64], lengths: Sequence[int]
     ) -> None:
-        each = len(embeds) // len(slots)
-        rows = [
-            self._row(s) + n + i for s, n in zip(slots, lengths, strict=True) for i in range(each)
-        ]
         self.arrays["inputs_embeds"][: len(embeds)] = embeds
-        self.arrays["position_ids"][: len(rows)] = rows
-        self.arrays["write_indices"][: len(slots)] = lengths
+        self.arrays["position_ids"][: len(places)] = places
+        self.arrays["write_indices"][: len(lengths)] = lengths
 
     def _bound(self, spec: TensorSpec, dims: dict[str, int]) -> tuple[Any, ...]:
         shape = [dims[d] if isinstance(d, str) else d for d in spec.shape]

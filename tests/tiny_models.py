@@ -259,7 +259,9 @@ class TinyModels:
         if not checkpoint.is_dir():
             save_checkpoint(model, kind, checkpoint)
         out = self.directory / f"{name}-bundle-{len(self._made)}"
-        bundle = build(checkpoint, out, BuildOptions(weights=weights, **(LIMITS | options)))
+        # No reference: it costs a process, and transformers is the better oracle.
+        settings = {"reference": False} | LIMITS | options
+        bundle = build(checkpoint, out, BuildOptions(weights=weights, **settings))
         return Tiny(kind, model, bundle, checkpoint)
 
 

@@ -1,8 +1,46 @@
-"""How much ONNX Runtime's arena holds between nodes of the host lowering, at its peak."""
+"""How much ONNX Runtime's arena holds between nodes of the host lowering, at its peak.
 
-from edgevlm.config import Limits, ModelConfig
+Fitted to the smallest arena in which a run succeeds (docs/host-lowering.md): what is live at the
+widest node, and the holes that narrower tensors of the same layer leave before it.
+"""
+
+from builders.tensors import patches_per_window
+from edgevlm.config import Limits, ModelConfig, TextConfig, VisionConfig
+from edgevlm.positions import max_windows
+from edgevlm.preprocess import MAX_ASPECT_RATIO
+
+BASE_BYTES = 1 << 20  # small tensors, rounding, and what kernels ask for beside their outputs
+MARGIN = 1.06  # over the fit
 
 
 def activation_bytes(model: ModelConfig, limits: Limits, patches: int) -> tuple[int, str]:
-    """Upper bound in bytes, and its formula: the larger of prefill and vision."""
-    return 1 << 30, "to be measured"
+    """Upper bound in bytes, and its formula: the larger of prefill or decode, and vision."""
+    text, tokens = model.text, max(limits.max_prefill_chunk, limits.slots)
+    row = _text_row(text)
+    scores = limits.slots * text.num_attention_heads * limits.max_seq_len  # of one decode step
+    largest = tokens * row + scores
+    formula = f"{tokens} tokens x {row} + {scores} scores"
+    if model.vision is not None:
+        vision, how = _vision_values(model.vision, patches)
+        largest = max(largest, vision)
+        formula = f"max({formula}, {how})"
+    nbytes = BASE_BYTES + int(largest * 4 * MARGIN)
+    return nbytes, f"{BASE_BYTES >> 20} MiB + {MARGIN} x 4 x ({formula})"
+
+
+def _text_row(text: TextConfig) -> int:
+    """Values for each token of a chunk."""
+    qkv = (text.num_attention_heads + 2 * text.num_key_value_heads) * text.head_dim
+    return 8 * text.hidden_size + 3 * qkv + 4 * text.intermediate_size + text.intermediate_size // 2
+
+
+def _vision_values(vision: VisionConfig, patches: int) -> tuple[int, str]:
+    """Values for the largest picture: linear in patches, and in places of windows."""
+    width, mlp = vision.hidden_size, vision.intermediate_size
+    if vision.window_size is None:
+        row = max(12 * width + width // 2, 2 * mlp + 5 * width)
+        return patches * row, f"{patches} patches x {row}"
+    places = max_windows(vision, patches, MAX_ASPECT_RATIO) * patches_per_window(vision)
+    row, place = max(20 * width, 5 * mlp + 6 * width), 8 * width
+    total = patches * row + places * place
+    return total, f"{patches} patches x {row} + {places} places x {place}"

@@ -176,9 +176,7 @@ def test_the_same_prompt_again_computes_its_last_token_only(vlm: VLM) -> None:
     assert again.usage["cached_tokens"] == again.usage["prompt_tokens"] - 1
 
 
-def test_another_picture_of_the_same_size_is_not_the_cached_one(
-    tiny: TinyModels, vlm: VLM
-) -> None:
+def test_another_picture_of_the_same_size_is_not_the_cached_one(tiny: TinyModels, vlm: VLM) -> None:
     a, b = picture(100, 60, seed=1), picture(100, 60, seed=2)
     with fresh(tiny) as other:
         alone = tokens(other, QUESTION, [b])
