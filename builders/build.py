@@ -4,10 +4,7 @@ It puts the other builders in order and owns the options; the work is theirs.
 """
 
 import hashlib
-import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +13,17 @@ from pathlib import Path
 from builders.blocks import Lowering, WeightPolicy
 from builders.checkpoint import Checkpoint
 from builders.decoder import write_embedding_table
+from builders.engine import REPORTS, remove_reports
 from builders.limits import BuildOptions as BuildOptions
 from builders.limits import budget_of, make_plan
 from builders.limits import check_budget as check_budget
 from builders.phases import Built, Work, build_phases
-from builders.planner import with_report
+from builders.planner import text_stage_plans, vision_stage_plans
 from builders.publish import KEY, LOCK, building
+from builders.reference import Setting, make_reference
+from builders.report import built_on, reported_plan
+from builders.room import require_room
+from builders.run_check import can_run, check_bundle
 from builders.solver import Change
 from builders.targets import Target, find_target, lowering_for
 from edgevlm import __version__
@@ -39,8 +41,9 @@ from edgevlm.bundle import (
     write_manifest,
 )
 from edgevlm.config import ModelConfig, to_dict
+from edgevlm.device import Machine, read_machine
 from edgevlm.errors import BuildError
-from edgevlm.memory_plan import MemoryPlan, PoolName
+from edgevlm.memory_plan import MemoryPlan
 from edgevlm.vlm import peak_rss_bytes
 
 Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
@@ -91,6 +94,8 @@ def build(
     tell("reading", 0, 1)
     prepared = prepare(checkpoint, options)
     check_budget(prepared.plan, prepared.changes)
+    machine = read_machine()
+    _check_room(prepared, machine)
     tell("reading", 1, 1)
     identity = _identity(prepared.source)
     key = hashlib.sha256(repr((identity, options, __version__)).encode()).hexdigest()
@@ -103,14 +108,21 @@ def build(
             prepared.source, directory / EMBEDDING_TABLE, embedding_dtype(options.weights)
         )
         tell("embedding table", table, table)
+        tell("reference", 0, 1)
+        reason = make_reference(
+            _setting(prepared, special_tokens, directory), machine, options.reference
+        )
+        tell("reference", 1, 1)
         built = build_phases(_work(prepared, directory, identity), tell)
-        manifest = _manifest(prepared, built, directory, special_tokens, start)
+        manifest = _manifest(prepared, built, directory, special_tokens, start, machine)
+        manifest.build["reference"] = reason or "made"
         write_manifest(directory, manifest)
-        if prepared.target.executor == "host":
+        if can_run(manifest, machine):
             tell("checking", 0, 1)
             manifest.build["self_check"] = check_bundle(directory)
             write_manifest(directory, manifest)
             tell("checking", 1, 1)
+        remove_reports(directory)
     return open_bundle(out, check=False)
 
 
@@ -124,6 +136,29 @@ def _work(prepared: Prepared, directory: Path, identity: str) -> Work:
         target=prepared.target,
         directory=directory,
         identity=identity,
+        workspace=prepared.plan.pool("activations").bytes,
+    )
+
+
+def _check_room(prepared: Prepared, machine: Machine) -> None:
+    """Refuse before the work what a compiler here would most likely be killed for."""
+    target = prepared.target
+    if target.compiler is None or not target.here or prepared.options.force:
+        return
+    plans = text_stage_plans(prepared.model, prepared.policy, target.stage_limit)
+    plans += vision_stage_plans(prepared.model, target.stage_limit)
+    require_room(max(plan.bytes for plan in plans), machine)
+
+
+def _setting(prepared: Prepared, special_tokens: dict[str, str], directory: Path) -> Setting:
+    return Setting(
+        prepared.source,
+        prepared.model,
+        prepared.policy,
+        prepared.plan.limits.max_seq_len,
+        special_tokens,
+        directory,
+        prepared.target.executor == "host",
     )
 
 
@@ -169,23 +204,16 @@ def _manifest(
     directory: Path,
     special_tokens: dict[str, str],
     start: float,
+    machine: Machine,
 ) -> Manifest:
     ledger = prepared.plan
-    if built.scratch_bytes is not None:
-        reported: dict[PoolName, tuple[int, str]] = {
-            "activations": (built.scratch_bytes, "largest scratch of any stage and profile"),
-        }
-        names: tuple[tuple[PoolName, str], ...] = (
-            ("weights.llm", "llm"),
-            ("weights.vision", "vision"),
-        )
-        for pool, engine in names:
-            if engine in built.engines:
-                weights = built.engines[engine]["weights_bytes"]
-                reported[pool] = (weights, "sum over stages")
-        ledger = with_report(ledger, reported)
+    on = None
+    if built.compiler is not None:
+        ledger = reported_plan(ledger, built.engines)
         check_budget(ledger)
-    written = sorted(p for p in directory.iterdir() if p.is_file() and p.name not in (KEY, LOCK))
+        on = built_on(built.compiler, built.engines, machine)
+    passing = {KEY, LOCK, MANIFEST, *(p.name for p in directory.glob(REPORTS))}
+    written = sorted(p for p in directory.iterdir() if p.is_file() and p.name not in passing)
     return Manifest(
         version=FORMAT_VERSION,
         edgevlm=__version__,
@@ -206,19 +234,7 @@ def _manifest(
             "seconds": round(time.perf_counter() - start, 2),
             "peak_rss_bytes": peak_rss_bytes(),
         },
-        files={p.name: record(p) for p in written if p.name != MANIFEST},
+        files={p.name: record(p) for p in written},
+        built_on=on,
+        pending=built.pending,
     )
-
-
-def check_bundle(directory: Path) -> dict[str, int]:
-    """Run the bundle once in a process of its own; a bundle that cannot answer is not published.
-
-    Returns what it saw: allocations_after_start, planned_bytes and peak_rss_bytes.
-    """
-    command = [sys.executable, "-m", "builders.self_check", str(directory)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        words = (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1]
-        raise BuildError(f"the bundle was built but does not run: {words}")
-    memory: dict[str, int] = json.loads(result.stdout)
-    return memory

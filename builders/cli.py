@@ -8,7 +8,7 @@ from typing import Any
 from builders.build import BuildOptions, build, check_budget, prepare
 from builders.plan_arguments import limits
 from builders.projection import build_peak
-from builders.targets import TARGETS
+from builders.targets import TARGETS, THIS_MACHINE
 from edgevlm.commands.arguments import json_flag
 from edgevlm.commands.inspect import document, print_bundle
 from edgevlm.commands.plan_report import (
@@ -30,9 +30,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """`edgevlm build`. Defaults are those of BuildOptions."""
     parser.add_argument("checkpoint", type=Path, help="a Hugging Face model directory")
     parser.add_argument("out", type=Path, help="the bundle to make")
-    parser.add_argument("--target", choices=sorted(TARGETS), help="what it will run on")
+    parser.add_argument("--target", choices=[*TARGETS, THIS_MACHINE], help="what it will run on")
     parser.add_argument("--lowering", choices=("native", "classic"), help="for TensorRT targets")
     limits(parser)
+    parser.add_argument(
+        "--no-reference",
+        dest="reference",
+        action="store_false",
+        help="store no float32 logits for `edgevlm verify` to compare with",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and build nothing")
     parser.add_argument("--force", action="store_true", help="replace the bundle that is there")
     json_flag(parser, "what `edgevlm inspect` prints")

@@ -4,6 +4,7 @@ It reads a job (JSON) on stdin and answers with one JSON document on stdout. The
 imported here and nowhere else among the builders; all its memory goes back when this exits.
 """
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -16,10 +17,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-MODULES = {"tensorrt-rtx": "tensorrt_rtx"}
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 ACTIVATION_LINE = re.compile(r"Total Activation Memory: (\d+) bytes")
 WEIGHTS_LINE = re.compile(r"Total Weights Memory: (\d+) bytes")
 PR_SET_PDEATHSIG = 1
+MOST_LIKELY_VICTIM = "1000"  # of the kernel, when memory runs out
 
 
 class Refused(Exception):
@@ -32,6 +34,12 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def die_first() -> None:
+    """Where memory runs out the compiler has to go, not the board's other programs."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(MOST_LIKELY_VICTIM, encoding="ascii")
 
 
 def peak_bytes() -> int:
@@ -104,6 +112,8 @@ def builder_config(trt: Any, builder: Any, network: Any, job: dict[str, Any]) ->
         config.num_compute_capabilities = 1
         capability = getattr(trt.ComputeCapability, job["compute_capability"])
         config.set_compute_capability(capability, 0)
+    if job["compiler"] == "tensorrt":
+        use_board_settings(trt, config, job)
     for wanted in job["profiles"]:
         profile = builder.create_optimization_profile()
         for i in range(network.num_inputs):
@@ -114,9 +124,38 @@ def builder_config(trt: Any, builder: Any, network: Any, job: dict[str, Any]) ->
     return config
 
 
+def use_board_settings(trt: Any, config: Any, job: dict[str, Any]) -> None:
+    """A bounded workspace, no streams of its own, and timings that earlier stages left."""
+    if job["workspace"]:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, job["workspace"])
+    config.max_aux_streams = 0  # each would have scratch memory of its own
+    cache = Path(job["timing_cache"])
+    known = cache.read_bytes() if cache.is_file() else b""
+    # One from another TensorRT or GPU is refused, and an empty one put in its place.
+    if not config.set_timing_cache(config.create_timing_cache(known), False):
+        config.set_timing_cache(config.create_timing_cache(b""), False)
+
+
+def keep_timings(config: Any, cache: Path) -> None:
+    """Write what was timed beside the engines, whole or not at all."""
+    timed = config.get_timing_cache()
+    if timed is not None:
+        part = cache.with_name(cache.name + ".part")
+        part.write_bytes(memoryview(timed.serialize()))
+        os.replace(part, cache)
+
+
 def build(trt: Any, builder: Any, network: Any, config: Any, path: Path) -> int:
-    """Compile into the file and make it durable; the plan is never whole in memory."""
+    """Compile into the file and make it durable; where there is a writer, never whole in memory."""
     with path.open("wb") as file:
+        if not hasattr(trt, "IStreamWriter"):  # before 10.13
+            plan = builder.build_serialized_network(network, config)
+            if plan is None:
+                raise Refused("the compiler gave no engine")
+            file.write(memoryview(plan))
+            file.flush()
+            os.fsync(file.fileno())
+            return file.tell()
 
         class Writer(trt.IStreamWriter):  # type: ignore[misc]
             def __init__(self) -> None:
@@ -141,6 +180,17 @@ def layer_counts(network: Any) -> dict[str, int]:
     return {name: counts[name] for name in sorted(counts) if counts[name]}
 
 
+def read_figures(trt: Any, log: Log, job: dict[str, Any]) -> None:
+    """Scratch by profile from the engine itself: not every TensorRT's log has one line for each."""
+    engine = trt.Runtime(log.sink).deserialize_cuda_engine(Path(job["out"]).read_bytes())
+    if engine is None:
+        raise Refused("; ".join([*log.errors[-3:], "its own engine cannot be read back"]))
+    of_profile = engine.get_device_memory_size_for_profile_v2
+    log.activation[:] = [int(of_profile(i)) for i in range(len(job["profiles"]))]
+    if not log.weights:
+        log.weights.append(Path(job["out"]).stat().st_size)
+
+
 def compile_job(job: dict[str, Any]) -> dict[str, Any]:
     """The whole work. Raises Refused with the compiler's words."""
     start = time.monotonic()
@@ -158,7 +208,11 @@ def compile_job(job: dict[str, Any]) -> dict[str, Any]:
         plan_bytes = build(trt, builder, network, config, Path(job["out"]))
     except Refused as error:
         raise Refused("; ".join([*log.errors[-3:], str(error)])) from None
-    del config, network, parser
+    if job["compiler"] == "tensorrt":
+        keep_timings(config, Path(job["timing_cache"]))
+    del config, network, parser, builder
+    if job["compiler"] == "tensorrt":
+        read_figures(trt, log, job)
     if len(log.activation) != len(job["profiles"]) or not log.weights:
         raise Refused("its log does not state the weights and the scratch of each profile")
     names = [profile["name"] for profile in job["profiles"]]
@@ -179,6 +233,7 @@ def main() -> int:
     os.dup2(2, 1)  # what the vendor library prints must not mix with the answer
     job = json.loads(sys.stdin.buffer.readline())
     die_with_parent(job["parent"])
+    die_first()
     try:
         result = compile_job(job)
     except (Refused, OSError) as error:

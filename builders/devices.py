@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from builders.targets import TARGETS, ExecutorName, Target
+from builders.targets import TARGETS, ExecutorName, Target, board_target
 from edgevlm.commands.arguments import byte_size
 from edgevlm.errors import BuildError
 from edgevlm.filesystem import FileSystem
@@ -228,8 +228,6 @@ def _this_machine(root: Path) -> Device:
 def planning_target(device: Device, executor: str | None = None) -> Target:
     """What to plan for on a device. A Jetson can be planned for where it cannot be compiled for."""
     wanted = executor or device.executor
-    targets = [TARGETS[device.name]] if device.name in TARGETS else []
-    for target in (*targets, *TARGETS.values()):
-        if target.executor == wanted:
-            return target
-    return Target(device.name, "tensorrt", ("native", "classic"))
+    if wanted == "tensorrt":
+        return TARGETS.get(device.name) or board_target(device.name, "native")
+    return next(target for target in TARGETS.values() if target.executor == wanted)

@@ -18,16 +18,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from builders.graph import data_file
+from builders.room import STAGE_BYTES as STAGE_BYTES
+from edgevlm.bundle import TIMING_CACHE, data_file
 from edgevlm.config import from_dict, to_dict
+from edgevlm.device import read_machine
 from edgevlm.errors import BuildError
 
-STAGE_BYTES = 1 << 30  # L4T 36.4.7 fails larger allocations, and the builder takes 4 x as much
-CompilerName = Literal["tensorrt-rtx"]
+CompilerName = Literal["tensorrt", "tensorrt-rtx"]
 PACKAGES: dict[str, tuple[str, ...]] = {
-    "tensorrt-rtx": ("tensorrt-rtx", "tensorrt-rtx-cu12", "tensorrt-rtx-cu13")
+    "tensorrt": ("tensorrt", "tensorrt-cu12", "tensorrt-cu13"),
+    "tensorrt-rtx": ("tensorrt-rtx", "tensorrt-rtx-cu12", "tensorrt-rtx-cu13"),
 }
-RECIPE = 1  # raise it when compile_child.py would make another engine from the same graph
+INSTALL = {
+    "tensorrt": "on a Jetson, `edgevlm doctor` says how",
+    "tensorrt-rtx": "pip install 'edgevlm[rtx]'",
+}
+REPORTS = "*.engine.json"
+RECIPE = 2  # raise it when compile_child.py would make another engine from the same graph
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +49,14 @@ class Profile:
 
 @dataclass(frozen=True)
 class Compiler:
-    """What compiles, and for which GPU (None: the one that is here)."""
+    """What compiles, and for which GPU (None: the one that is here).
+
+    `workspace`: bytes of scratch that one layer may have; None: the compiler's own choice.
+    """
 
     name: CompilerName = "tensorrt-rtx"
     compute_capability: str | None = "SM86"
+    workspace: int | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,11 @@ def compiler_version(compiler: CompilerName) -> str:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise BuildError(f"{compiler} is not installed here; pip install 'edgevlm[rtx]'")
+    # A source build of TensorRT, and Yocto's, leave no metadata; its libraries have a version.
+    version = read_machine().libraries.tensorrt if compiler == "tensorrt" else None
+    if version is None:
+        raise BuildError(f"{compiler} is not installed here; {INSTALL[compiler]}")
+    return version
 
 
 def compile_stages(
@@ -190,6 +205,18 @@ def compile_stages(
         figures = (report.plan_bytes, report.seconds)
         tell(StageProgress(stage.name, number, len(stages), state, *figures))
     return tuple(reports)
+
+
+def stage_progress(
+    what: str, ends: Sequence[int], tell: Callable[[str, int, int], None]
+) -> Callable[[StageProgress], None]:
+    """Stages as bytes of weights: `ends` are those of all stages up to each."""
+
+    def progress(p: StageProgress) -> None:
+        done = p.number - (p.state == "started")
+        tell(what, ends[done - 1] if done else 0, ends[-1])
+
+    return progress
 
 
 def compile_stage(
@@ -219,6 +246,8 @@ def compile_stage(
         "out": str(part.resolve()),
         "compiler": compiler.name,
         "compute_capability": compiler.compute_capability,
+        "workspace": compiler.workspace,
+        "timing_cache": str(engine.with_name(TIMING_CACHE).resolve()),
         "profiles": [{"name": p.name, "dims": dict(p.dims)} for p in profiles],
         "parent": os.getpid(),
     }
@@ -235,6 +264,12 @@ def compile_stage(
 def report_file(engine: Path) -> Path:
     """Where the report of an engine lies: beside it, named after it."""
     return engine.with_name(engine.name + ".json")
+
+
+def remove_reports(directory: Path) -> None:
+    """When all is done and checked: until then they are what a later run goes on from."""
+    for path in directory.glob(REPORTS):
+        path.unlink()
 
 
 def finished_report(stage: Stage, compiler: Compiler) -> StageReport | None:
@@ -259,6 +294,7 @@ def stage_key(source: str, profiles: Iterable[Profile], compiler: Compiler) -> s
         "profiles": [[p.name, sorted(p.dims.items())] for p in profiles],
         "compiler": [compiler.name, compiler_version(compiler.name)],
         "compute_capability": compiler.compute_capability,
+        "workspace": compiler.workspace,
         "recipe": RECIPE,
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgevlm.bundle import TensorSpec
+from edgevlm.bundle import data_file as data_file
 from edgevlm.memory_plan import DType
 
 ALIGNMENT = 4096  # of external tensors: a page, so that they can be mapped and read with O_DIRECT
@@ -47,11 +48,6 @@ class WeightBytes:
     packed_int4: int
     floats: int
     kept_16bit: tuple[Kept, ...]
-
-
-def data_file(path: Path) -> Path:
-    """Where the weights of a graph lie: beside it, named after it."""
-    return path.with_name(path.name + ".data")
 
 
 class Graph:

@@ -43,6 +43,7 @@ class BuildOptions:
     reserve: int = 0
     min_seq_len: int | None = None
     min_pixels: int | None = None
+    reference: bool = True
     force: bool = False
 
 

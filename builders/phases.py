@@ -6,25 +6,32 @@ Knows what each phase is made of and the figures it leaves behind; no weights, n
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from builders.blocks import Lowering, WeightPolicy
 from builders.decoder import EMBEDDING, GraphFile, TextPart, text_border, text_graph
-from builders.engine import StageProgress, StageReport, compile_stages, report_file
+from builders.engine import (
+    Compiler,
+    compile_stages,
+    stage_progress,
+)
 from builders.planner import kept_16bit, packed_int4_bytes
 from builders.qwen_tower import VisionPart, vision_border, vision_graph
+from builders.report import figures
 from builders.stages import PlannedStage, StageSource, text_stages, vision_stages
 from builders.targets import Target
 from builders.weights import WeightSource
-from edgevlm.bundle import LLM_GRAPH, VISION_GRAPH, StageSpec
+from edgevlm.bundle import LLM_GRAPH, VISION_GRAPH, Pending, PendingStage, StageSpec
 from edgevlm.config import Limits, ModelConfig
 
+# Below this some kernels could not be chosen at all, and the fastest hardly ever.
+MIN_WORKSPACE = 64 << 20
 Tell = Callable[[str, int, int], None]  # what, bytes done, bytes in all
 
 
@@ -40,16 +47,21 @@ class Work:
     target: Target
     directory: Path
     identity: str  # of the checkpoint's files: a stage compiled from others is not reused
+    workspace: int = 0  # bytes of scratch that a layer may have where it is compiled on a board
 
 
 @dataclass(frozen=True)
 class Built:
-    """The stages of each phase, and figures for the report by engine ("llm", "vision")."""
+    """The stages of each phase, and figures for the report by engine ("llm", "vision").
+
+    `compiler` None: nothing was compiled. `pending`: what is still to be.
+    """
 
     phases: dict[str, tuple[StageSpec, ...]]
     engines: dict[str, dict[str, Any]]
     kept_16bit: list[dict[str, str]]
-    scratch_bytes: int | None  # as the compiler reported it; None where nothing was compiled
+    compiler: Compiler | None = None
+    pending: Pending | None = None
 
 
 class ReadingSource:
@@ -76,20 +88,33 @@ class ReadingSource:
 
 
 def build_phases(work: Work, tell: Tell) -> Built:
-    """Write, and compile if need be, the language model and the tower."""
-    made = (_compile if work.target.compiler else _write)(work, tell)
+    """Write, and compile if need be and it can be done here, the language model and the tower."""
+    compiler, pending = compiler_of(work), None
+    if compiler is None:
+        made = _write(work, tell)
+    elif work.target.here:
+        made = _compile(work, compiler, tell)
+    else:
+        made, pending = _prepare(work, compiler, tell)
     phases: dict[str, tuple[StageSpec, ...]] = {}
     for engine, (stages, _) in made.items():
         for phase in ("prefill", "decode") if engine == "llm" else ("vision",):
             phases[phase] = stages
-    engines = {engine: figures for engine, (_, figures) in made.items()}
-    scratch = [figures["scratch_bytes"] for figures in engines.values()]
     return Built(
         phases=phases,
-        engines=engines,
+        engines={engine: figures for engine, (_, figures) in made.items()},
         kept_16bit=kept_16bit(work.model, work.policy),
-        scratch_bytes=max(scratch) if work.target.compiler else None,
+        compiler=None if pending else compiler,
+        pending=pending,
     )
+
+
+def compiler_of(work: Work) -> Compiler | None:
+    """The target's compiler; a board's layers get no more scratch than the plan has."""
+    compiler = work.target.compiler
+    if compiler is None or compiler.name != "tensorrt":
+        return compiler
+    return replace(compiler, workspace=max(work.workspace, MIN_WORKSPACE))
 
 
 Made = dict[str, tuple[tuple[StageSpec, ...], dict[str, Any]]]
@@ -135,40 +160,64 @@ def _bytes_of(work: Work, engine: str) -> int:
     return total
 
 
-def _compile(work: Work, tell: Tell) -> Made:
-    """Each stage is written, compiled in a child process, and its graph removed."""
-    assert work.target.compiler is not None
+def _planned(work: Work) -> dict[str, tuple[PlannedStage, ...]]:
     of = StageSource(
-        work.source, work.model, work.limits, work.policy, work.lowering, work.identity
+        work.source,
+        work.model,
+        work.limits,
+        work.policy,
+        work.lowering,
+        work.identity,
+        work.target.stage_limit,
     )
     planned = {"llm": text_stages(of, work.directory), "vision": vision_stages(of, work.directory)}
-    made: Made = {}
-    for engine, stages in planned.items():
-        if not stages:
-            continue
+    return {engine: stages for engine, stages in planned.items() if stages}
 
-        reports = _compile_chain(work, engine, stages, tell)
-        made[engine] = (
-            tuple(_spec(work, engine, p) for p in stages),
-            _figures(reports, packed_int4_bytes(work.model, work.policy) if engine == "llm" else 0),
-        )
-    for stages in planned.values():
-        for p in stages:  # only now: until all are done they are what a later run goes on from
-            report_file(p.stage.engine).unlink()
+
+def _compile(work: Work, compiler: Compiler, tell: Tell) -> Made:
+    """Each stage is written, compiled in a child process, and its graph removed."""
+    planned, made = _planned(work), {}
+    for engine, stages in planned.items():
+        ends = list(itertools.accumulate(p.plan.bytes for p in stages))
+        progress = stage_progress(f"compiling {engine}", ends, tell)
+        reports = compile_stages([p.stage for p in stages], compiler, progress)
+        packed = packed_int4_bytes(work.model, work.policy) if engine == "llm" else 0
+        made[engine] = (tuple(_spec(work, engine, p) for p in stages), figures(reports, packed))
     return made
 
 
-def _compile_chain(
-    work: Work, engine: str, stages: Sequence[PlannedStage], tell: Tell
-) -> Sequence[StageReport]:
-    assert work.target.compiler is not None
-    ends = list(itertools.accumulate(p.plan.bytes for p in stages))
+def _prepare(work: Work, compiler: Compiler, tell: Tell) -> tuple[Made, Pending]:
+    """Each stage is written, for `edgevlm compile` on the board."""
+    made: Made = {}
+    pending: list[PendingStage] = []
+    for engine, stages in _planned(work).items():
+        start, total, done = time.perf_counter(), sum(p.plan.bytes for p in stages), 0
+        for p in stages:
+            tell(f"writing {engine}", done, total)
+            assert p.stage.write is not None
+            p.stage.write()
+            done += p.plan.bytes
+            dims = {profile.name: dict(profile.dims) for profile in p.stage.profiles}
+            names = (p.stage.onnx.name, p.stage.engine.name)
+            pending.append(PendingStage(_part(engine), *names, p.plan.bytes, dims))
+        tell(f"writing {engine}", total, total)
+        report: dict[str, Any] = {
+            "weights_bytes": total,
+            "packed_int4_bytes": packed_int4_bytes(work.model, work.policy)
+            if engine == "llm"
+            else 0,
+            "scratch_bytes": None,
+            "seconds": round(time.perf_counter() - start, 2),
+            "peak_bytes": None,
+            "stages": [],
+        }
+        made[engine] = (tuple(_spec(work, engine, p) for p in stages), report)
+    facts = (compiler.name, compiler.compute_capability, compiler.workspace)
+    return made, Pending(*facts, tuple(pending))
 
-    def progress(p: StageProgress) -> None:
-        done = p.number - (p.state == "started")
-        tell(f"compiling {engine}", ends[done - 1] if done else 0, ends[-1])
 
-    return compile_stages([p.stage for p in stages], work.target.compiler, progress)
+def _part(engine: str) -> Literal["llm", "vision"]:
+    return "llm" if engine == "llm" else "vision"
 
 
 def _spec(work: Work, engine: str, planned: PlannedStage) -> StageSpec:
@@ -181,15 +230,3 @@ def _spec(work: Work, engine: str, planned: PlannedStage) -> StageSpec:
         vision_part = VisionPart(plan.first_layer, plan.end_layer)
         inputs, outputs = vision_border(work.lowering, work.model.vision, vision_part)
     return StageSpec(planned.stage.engine.name, inputs, outputs)
-
-
-def _figures(reports: Sequence[StageReport], packed_int4: int) -> dict[str, Any]:
-    """Sums and maxima over stages."""
-    return {
-        "weights_bytes": sum(r.weights_bytes for r in reports),
-        "packed_int4_bytes": packed_int4,
-        "scratch_bytes": max(max(r.scratch_bytes.values()) for r in reports),
-        "seconds": round(sum(r.seconds for r in reports), 2),
-        "peak_bytes": max(r.peak_bytes for r in reports),
-        "stages": [asdict(r) for r in reports],
-    }

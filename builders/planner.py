@@ -1,6 +1,6 @@
 """The memory plan from config.json alone: every pool with its bytes and its formula.
 
-Knows sizes, not weights. After a build `with_report` puts the compiler's figures in its place.
+Knows sizes, not weights. After a build the compiler's figures take their place.
 """
 
 import dataclasses
@@ -8,10 +8,11 @@ import functools
 from collections.abc import Iterable
 
 from builders.blocks import WeightPolicy
-from builders.engine import STAGE_BYTES, StagePlan, plan_stages
+from builders.engine import StagePlan, plan_stages
 from builders.lowering import host_memory
 from builders.models import FAMILIES
 from builders.quantize import choose_group_size, kept_16bit_reason
+from builders.room import STAGE_BYTES
 from builders.targets import Target
 from builders.tensors import TensorShape, cache_shapes, io_shapes, new_cache_shapes
 from edgevlm.bundle import embedding_dtype
@@ -21,11 +22,11 @@ from edgevlm.memory_plan import (
     MemoryPlan,
     Placement,
     Pool,
-    PoolName,
     place,
     placed_bytes,
     tensor_bytes,
 )
+from edgevlm.memory_plan import with_report as with_report
 from edgevlm.positions import max_windows
 from edgevlm.preprocess import MAX_ASPECT_RATIO, max_patches
 
@@ -93,30 +94,17 @@ def _between_stages(
     tokens = max(limits.max_prefill_chunk, limits.slots)
     shapes: list[TensorShape] = [
         (f"hidden_states.{stage.first_layer}", dtype, (tokens, model.text.hidden_size))
-        for stage in text_stage_plans(_bare(model), policy)[1:]
+        for stage in text_stage_plans(_bare(model), policy, target.stage_limit)[1:]
     ]
     if model.vision is not None and model.image_processor is not None:
         patches = max_patches(model.image_processor)
         shapes += [
             (f"vision_states.{stage.first_layer}", dtype, (patches, model.vision.hidden_size))
-            for stage in vision_stage_plans(_bare(model))[1:]
+            for stage in vision_stage_plans(_bare(model), target.stage_limit)[1:]
         ]
     if lowering == "classic":
         shapes += new_cache_shapes(model.text, limits, dtype)
     return shapes
-
-
-def with_report(plan: MemoryPlan, reported: dict[PoolName, tuple[int, str]]) -> MemoryPlan:
-    """The plan with pools that a build or a compiler measured: name -> (bytes, how)."""
-    pools = tuple(
-        dataclasses.replace(
-            p, bytes=reported[p.name][0], formula=reported[p.name][1], source="reported"
-        )
-        if p.name in reported
-        else p
-        for p in plan.pools
-    )
-    return dataclasses.replace(plan, pools=tuple(pools))
 
 
 def tower_windows(model: ModelConfig) -> int:

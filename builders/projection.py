@@ -19,6 +19,9 @@ from builders.planner import (
     text_stage_plans,
     vision_stage_plans,
 )
+from builders.room import COMPILER_BASE_BYTES as COMPILER_BASE_BYTES
+from builders.room import COMPILER_FACTOR as COMPILER_FACTOR
+from builders.room import compile_peak
 from builders.solver import SEQ_STEP, TEXT_ROOM, largest
 from builders.targets import Target
 from edgevlm.config import Limits, ModelConfig, TextConfig, VisionConfig
@@ -27,9 +30,6 @@ from edgevlm.preprocess import max_patches
 
 QUESTION_TOKENS = 64  # of text beside the picture in the projected request
 TEXT_PROMPT_TOKENS = 512  # of the projected request of a model that reads text only
-# Bounds seven networks that tensorrt-rtx 1.7.1 compiled: 249 MB took 0.9 GB, 3,646 MB 13.9 GB.
-COMPILER_BASE_BYTES = 1_100_000_000
-COMPILER_FACTOR = 3.6
 # fp32, codes, and scales of groups of 32. Qwen2.5-0.5B for the host: 748 MB, and this says 764.
 WRITE_FACTOR = 4.57
 COMPARED_PIXELS = (448 * 448, 1280 * 28 * 28, 2048 * 1536)
@@ -156,9 +156,10 @@ def build_peak(
     )
     if target.executor != "host":
         bare = dataclasses.replace(model, image_processor=None)
-        stages = [*text_stage_plans(bare, policy), *vision_stage_plans(bare)]
+        limit = target.stage_limit
+        stages = [*text_stage_plans(bare, policy, limit), *vision_stage_plans(bare, limit)]
         stage = max(plan.bytes for plan in stages)
-        compiling = COMPILER_BASE_BYTES + int(COMPILER_FACTOR * stage)
+        compiling = compile_peak(stage)
         if compiling > write:
             return Figure(
                 compiling,

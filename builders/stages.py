@@ -13,7 +13,6 @@ from pathlib import Path
 from builders.blocks import Lowering, WeightPolicy
 from builders.decoder import TextPart, text_graph
 from builders.engine import (
-    STAGE_BYTES,
     Profile,
     Stage,
     StagePlan,
@@ -23,6 +22,7 @@ from builders.engine import (
 )
 from builders.planner import text_stage_plans, tower_windows, vision_stage_plans
 from builders.qwen_tower import VisionPart, has_windows, vision_graph
+from builders.room import STAGE_BYTES
 from builders.weights import WeightSource
 from edgevlm.bundle import LLM_GRAPH, VISION_GRAPH
 from edgevlm.config import Limits, ModelConfig, to_dict

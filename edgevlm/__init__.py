@@ -1,6 +1,6 @@
 """edgevlm: vision-language models on small machines, in memory planned beforehand.
 
-    from edgevlm import VLM, SamplingParams
+from edgevlm import VLM, SamplingParams
 """
 
 import importlib

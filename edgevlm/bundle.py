@@ -22,6 +22,7 @@ EMBEDDING_TABLE = "embed_tokens.bin"
 VISION_GRAPH = "vision.onnx"
 LLM_GRAPH = "llm.onnx"
 REFERENCE = "reference.npz"
+TIMING_CACHE = "timing.cache"
 
 PhaseName = Literal["vision", "prefill", "decode"]
 PHASES: tuple[PhaseName, ...] = ("vision", "prefill", "decode")
@@ -69,8 +70,32 @@ class BuiltOn:
 
 
 @dataclass(frozen=True)
+class PendingStage:
+    """A graph that waits for its compiler. `profiles`: by name, then dim: (min, opt, max)."""
+
+    part: Literal["llm", "vision"]
+    graph: str
+    engine: str
+    bytes: int  # of weights
+    profiles: dict[str, dict[str, tuple[int, int, int]]]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What `edgevlm compile` has to do, and with which compiler."""
+
+    compiler: str
+    compute_capability: str | None
+    workspace: int | None
+    stages: tuple[PendingStage, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """bundle.json. `build` is the report: figures for people, never read by the runtime."""
+    """bundle.json. `build` is the report: figures for people, never read by the runtime.
+
+    `pending`: the bundle is prepared only, and cannot run before `edgevlm compile`.
+    """
 
     version: int
     edgevlm: str
@@ -85,6 +110,7 @@ class Manifest:
     build: dict[str, Any]
     files: dict[str, FileRecord]
     built_on: BuiltOn | None = None
+    pending: Pending | None = None
 
     @property
     def limits(self) -> Limits:
@@ -102,6 +128,11 @@ class Bundle:
     def file(self, name: str) -> Path:
         """Absolute path of one of the bundle's files."""
         return self.path / name
+
+
+def data_file(graph: Path) -> Path:
+    """Where the weights of a graph lie: beside it, named after it."""
+    return graph.with_name(graph.name + ".data")
 
 
 def embedding_dtype(weights: str) -> DType:

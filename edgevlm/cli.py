@@ -49,6 +49,16 @@ COMMANDS = {
         "builders.cli:arguments",
         "builders.cli:execute",
     ),
+    "compile": Command(
+        "finish on the board a bundle that was prepared elsewhere",
+        "builders.compile:arguments",
+        "builders.compile:execute",
+    ),
+    "verify": Command(
+        "hold a bundle against its checkpoint's own answers",
+        "edgevlm.commands.arguments:verify",
+        "edgevlm.commands.verify:execute",
+    ),
     "run": Command(
         "ask a bundle one question",
         "edgevlm.commands.arguments:run",

@@ -3,6 +3,7 @@
 Pure arithmetic: it knows sizes and names, no model, no device and no library.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,6 +96,19 @@ class MemoryPlan:
             if placement.name == name:
                 return placement
         raise KeyError(name)
+
+
+def with_report(plan: MemoryPlan, reported: dict[PoolName, tuple[int, str]]) -> MemoryPlan:
+    """The plan with pools that a build or a compiler measured: name -> (bytes, how)."""
+    pools = tuple(
+        dataclasses.replace(
+            p, bytes=reported[p.name][0], formula=reported[p.name][1], source="reported"
+        )
+        if p.name in reported
+        else p
+        for p in plan.pools
+    )
+    return dataclasses.replace(plan, pools=pools)
 
 
 def aligned(nbytes: int) -> int:

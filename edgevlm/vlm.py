@@ -37,6 +37,11 @@ EXECUTORS = {
     "tensorrt": ("edgevlm.executors.tensorrt", "TensorRTExecutor"),
     "tensorrt-rtx": ("edgevlm.executors.tensorrt", "TensorRTRTXExecutor"),
 }
+EXTRAS = {
+    "host": "'edgevlm[host]'",
+    "tensorrt": "'edgevlm[jetson6]' or 'edgevlm[jetson7]', by the board's JetPack",
+    "tensorrt-rtx": "'edgevlm[rtx]'",
+}
 
 
 @dataclass
@@ -76,7 +81,7 @@ class VLM:
         manifest = self.bundle.manifest
         check_start(manifest, machine)
         self._tokenizer, self._prompts = _text_side(self.bundle)
-        self._executor = _make_executor(self.bundle, executor, threads)
+        self._executor = make_executor(self.bundle, executor, threads)
         self._runner = ModelRunner(self.bundle, self._executor)
         self._limits = manifest.limits
         self._lock = threading.Lock()
@@ -331,7 +336,8 @@ def _text_side(bundle: Bundle) -> tuple[Tokenizer, PromptBuilder]:
     return tokenizer, PromptBuilder(model, tokenizer, template)
 
 
-def _make_executor(bundle: Bundle, name: str | None, threads: int | None) -> Executor:
+def make_executor(bundle: Bundle, name: str | None, threads: int | None) -> Executor:
+    """The executor a bundle was built for. Raises ExecutorError."""
     built_for = bundle.manifest.executor
     name = name or built_for
     if name not in EXECUTORS:
@@ -350,7 +356,7 @@ def _make_executor(bundle: Bundle, name: str | None, threads: int | None) -> Exe
     except ImportError as error:
         raise ExecutorError(
             f"the executor {name!r} needs a library that is missing ({error}); "
-            f"pip install 'edgevlm[{name}]'"
+            f"pip install {EXTRAS[name]}"
         ) from error
     executor: Executor = make(bundle, threads)
     return executor

@@ -28,10 +28,11 @@ FLOORS = (
         "libraries",
         "device",
         "machine_checks",
+        "reference",
     ),
     ("checks", "executors"),
     ("runner",),
-    ("vlm",),
+    ("vlm", "verify"),
     ("commands", "cli"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -39,7 +40,6 @@ VENDOR = {"onnxruntime", "tensorrt", "tensorrt_rtx", "cuda"}
 VENDOR_ALLOWED = {
     "edgevlm/executors/cuda.py": {"cuda"},
     "edgevlm/executors/host.py": {"onnxruntime"},
-    "edgevlm/executors/cuda.py": {"cuda"},
     "builders/lowering/host.py": {"onnxruntime"},
     "builders/compile_child.py": {"tensorrt", "tensorrt_rtx"},
 }

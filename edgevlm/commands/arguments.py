@@ -61,6 +61,16 @@ def doctor(parser: argparse.ArgumentParser) -> None:
     json_flag(parser, "every check, and the machine's facts")
 
 
+def verify(parser: argparse.ArgumentParser) -> None:
+    """`edgevlm verify`."""
+    _bundle(parser)
+    _machine(parser)
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write all that was found, to send with a bug"
+    )
+    json_flag(parser, "every check, and the figures behind them")
+
+
 def bench(parser: argparse.ArgumentParser) -> None:
     """`edgevlm bench`."""
     _bundle(parser)

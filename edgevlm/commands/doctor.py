@@ -7,6 +7,7 @@ import argparse
 import importlib
 import shutil
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def execute(args: argparse.Namespace) -> dict[str, Any]:
     if args.bundle is not None:
         document["bundle"] = str(args.bundle)
     if not args.json:
-        print(_table(checks))
+        print(table(checks))
     if failed:
         raise Refused(EdgeVLMError(f"this will not work as it is: {', '.join(failed)}"), document)
     return document
@@ -60,7 +61,8 @@ def _merged(general: list[Check], special: list[Check]) -> list[Check]:
     return [*general, *(check for check in special if check.name not in names)]
 
 
-def _table(checks: list[Check]) -> str:
+def table(checks: Sequence[Check]) -> str:
+    """Every finding, with what is needed and what to type where one is not ok."""
     width = max(60, shutil.get_terminal_size((100, 24)).columns)
     names = max(len(check.name) for check in checks)
     indent = " " * (names + 8)

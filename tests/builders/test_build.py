@@ -18,12 +18,12 @@ from edgevlm.bundle import open_bundle
 from edgevlm.errors import BuildError, OverBudget, UnsupportedCheckpoint
 from edgevlm.vlm import VLM
 
-SMALL = {"max_seq_len": 64, "max_prefill_chunk": 16}
+SMALL = {"max_seq_len": 64, "max_prefill_chunk": 16, "reference": False}
 LOOP = """
 import sys
 from builders.build import BuildOptions, build
 print("ready", flush=True)
-build(sys.argv[1], sys.argv[2], BuildOptions(max_seq_len=64, max_prefill_chunk=16, force=True))
+build(sys.argv[1], sys.argv[2], BuildOptions(max_seq_len=64, reference=False, force=True))
 """
 
 
