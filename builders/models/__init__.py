@@ -23,7 +23,6 @@ class Family:
     model_type: str
     read_config: ReadConfig
     tensor_shapes: Callable[[ModelConfig], dict[str, tuple[int, ...]]]
-    vision_graph: Callable[..., None] | None = None
 
 
 FAMILIES: dict[str, Family] = {
