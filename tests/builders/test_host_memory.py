@@ -12,7 +12,7 @@ from edgevlm.errors import ExecutorError
 from edgevlm.executors.host import HostExecutor
 from edgevlm.positions import vision_windows
 from edgevlm.preprocess import max_patches
-from tests.edgevlm.executors.test_host import with_arena
+from tests.edgevlm.executors.test_host import needs_seal, with_arena
 from tests.tiny_models import KINDS, VISION_KINDS, TinyModels
 
 
@@ -75,6 +75,7 @@ def test_every_shape_in_every_order_runs_in_the_planned_arena(tiny: TinyModels, 
         executor.close()
 
 
+@needs_seal
 def test_an_arena_of_half_the_size_is_not_enough(tiny: TinyModels) -> None:
     bundle = tiny.get("llama").bundle
     planned = bundle.manifest.plan.pool("activations").bytes - host_memory.BASE_BYTES

@@ -18,7 +18,7 @@ TREES = ROOT / "tests/trees"
 NO_DESKTOP = "no desktop: it takes about 800 MiB of the memory that the GPU shares"
 NO_ZRAM_WHY = "no zram: it lies in the same memory, and CUDA's pages cannot go there"
 SWAP_WHY = "a file on NVMe, where other programs' pages can go while engines are compiled"
-VENV = "-m venv --system-site-packages ~/edgevlm"
+VENV = "-m venv --system-site-packages ~/edgevlm-venv"
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any]]:

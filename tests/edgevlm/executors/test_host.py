@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from edgevlm.bundle import Bundle
@@ -12,6 +13,8 @@ from edgevlm.memory_plan import Pool
 from edgevlm.runner import ModelRunner
 from tests.tiny_models import LIMITS, TinyModels, make_prompt, prefill, running
 
+SEALED = hasattr(onnxruntime.InferenceSession, "create_ortvalue_from_shape_and_type")
+needs_seal = pytest.mark.skipif(not SEALED, reason="ONNX Runtime before 1.32 cannot seal an arena")
 DIMS = {"batch_size": 1, "row": 0, "slot": 0}
 
 
@@ -26,6 +29,7 @@ def with_arena(bundle: Bundle, nbytes: int) -> Bundle:
     return dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, plan=plan))
 
 
+@needs_seal
 def test_a_run_beyond_the_arena_is_an_error_and_the_next_one_works(tiny: TinyModels) -> None:
     model = tiny.get("llama")
     short, long = make_prompt(model, "hi"), make_prompt(model, "h" * 60)
@@ -41,6 +45,7 @@ def test_a_run_beyond_the_arena_is_an_error_and_the_next_one_works(tiny: TinyMod
     executor.close()
 
 
+@needs_seal
 def test_a_mended_arena_is_the_next_executors_own(tiny: TinyModels) -> None:
     """Each executor has its arena, though ONNX Runtime registers them for the whole process."""
     model = tiny.get("llama")
