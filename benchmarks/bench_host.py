@@ -1,9 +1,10 @@
 """Times a bundle on the host executor, and llama.cpp beside it where its GGUF is given.
 
-  python benchmarks/bench_host.py BUNDLE [--gguf FILE --peer-python VENV/bin/python] [--runs 5]
+  python benchmarks/bench_host.py BUNDLE [--gguf FILE --peer-python PYTHON] [--runs 5] [--cpu]
 
 Every run is a process of its own, ours and llama.cpp's in turn, so that what else the machine does
-falls on both; the ratios are medians over runs. One JSON document on stdout. The peer's
+falls on both; the ratios are medians over runs. `--cpu`: one thread each and processor seconds
+instead of the clock, for a busy machine. One JSON document on stdout. The peer's
 interpreter needs xllamacpp and nothing of ours: this file imports only the standard library.
 """
 
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 FIGURES = ("load_s", "prefill_tok_s", "decode_tok_s", "peak_rss_bytes", "python_ms_per_token")
@@ -30,8 +32,11 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--child", choices=("ours", "peer"), help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.cpu:
+        given.threads = 1
     if given.child:
         figures = (ours if given.child == "ours" else peer)(given)
         print(json.dumps(figures))
@@ -53,8 +58,8 @@ def child(which: str, python: str, given: argparse.Namespace) -> dict[str, float
     command = [python, __file__, given.bundle, "--child", which]
     for name in ("prompt_tokens", "new_tokens", "threads"):
         command += [f"--{name.replace('_', '-')}", str(getattr(given, name))]
-    if given.gguf:
-        command += ["--gguf", given.gguf]
+    command += ["--cpu"] if given.cpu else []
+    command += ["--gguf", given.gguf] if given.gguf else []
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     figures: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
     return figures
@@ -62,7 +67,7 @@ def child(which: str, python: str, given: argparse.Namespace) -> dict[str, float
 
 def summary(runs: dict[str, list[dict[str, float]]], given: argparse.Namespace) -> dict[str, Any]:
     """Medians of both, and of the ratios ours / peer run by run."""
-    names = ("bundle", "gguf", "prompt_tokens", "new_tokens", "threads", "runs")
+    names = ("bundle", "gguf", "prompt_tokens", "new_tokens", "threads", "cpu", "runs")
     result: dict[str, Any] = {"conditions": {name: getattr(given, name) for name in names}}
     for which, rows in runs.items():
         if rows:
@@ -90,27 +95,28 @@ def ours(given: argparse.Namespace) -> dict[str, float]:
     from edgevlm.positions import plain_positions
     from edgevlm.runner import ModelRunner
 
-    start = time.perf_counter()
+    now = time.process_time if given.cpu else time.perf_counter
+    start = now()
     bundle = open_bundle(given.bundle, check=False)
     executor = HostExecutor(bundle, given.threads)
     runner = ModelRunner(bundle, executor)
-    load = time.perf_counter() - start
-    inside = _time_inside(executor)
+    load = now() - start
+    inside = _time_inside(executor, now)
     ids = np.random.default_rng().integers(0, 1000, given.prompt_tokens)
     positions = plain_positions(len(ids))
     if runner.model.text.rope.scheme != "plain":
         positions = np.repeat(positions, 3, axis=0)
     slot = runner.slots[0]
     runner.prefill(slot, ids[:8], ids[:8], positions[:, :8], 0)
-    start = time.perf_counter()
+    start = now()
     logits = runner.prefill(slot, ids, ids, positions, 0)
-    prefill = time.perf_counter() - start
+    prefill = now() - start
     token = int(logits.argmax())
     inside[0] = 0.0
-    start = time.perf_counter()
+    start = now()
     for _ in range(given.new_tokens):
         token = int(runner.decode([(slot, token)])[0].argmax())
-    decode = time.perf_counter() - start
+    decode = now() - start
     return {
         "load_s": round(load, 3),
         "prefill_tok_s": round(len(ids) / prefill, 2),
@@ -120,21 +126,21 @@ def ours(given: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _time_inside(executor: Any) -> list[float]:
+def _time_inside(executor: Any, now: Callable[[], float]) -> list[float]:
     """Seconds spent in the executor's runs, kept up to date: the rest of a step is our Python."""
     run, inside = executor.run, [0.0]
 
     def timed(*args: Any, **dims: int) -> None:
-        start = time.perf_counter()
+        start = now()
         run(*args, **dims)
-        inside[0] += time.perf_counter() - start
+        inside[0] += now() - start
 
     executor.run = timed
     return inside
 
 
 def peer(given: argparse.Namespace) -> dict[str, float]:
-    """llama.cpp through xllamacpp; the second completion counts, as the first warms up."""
+    """llama.cpp through xllamacpp; a first completion warms up."""
     import xllamacpp  # type: ignore[import-not-found]
 
     params = xllamacpp.CommonParams()
@@ -144,22 +150,37 @@ def peer(given: argparse.Namespace) -> dict[str, float]:
     start = time.perf_counter()
     server = xllamacpp.Server(params)
     load = time.perf_counter() - start
-    for words in (4, given.prompt_tokens - 12):
-        request = {
-            "prompt": f"{time.time_ns()} " + "the " * words,
-            "max_tokens": given.new_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "cache_prompt": False,
-        }
-        answer = server.handle_completions(request)
-        timings = (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
+    words = given.prompt_tokens - 12
+    _complete(server, 4, 2)
+    if given.cpu:  # its own timings are by the clock
+        prompt, first = _complete(server, words, 1)
+        _, whole = _complete(server, words, given.new_tokens + 1)
+        prefill, decode = prompt["prompt_n"] / first, given.new_tokens / (whole - first)
+    else:
+        timings, _ = _complete(server, words, given.new_tokens)
+        prefill, decode = timings["prompt_per_second"], timings["predicted_per_second"]
     return {
         "load_s": round(load, 3),
-        "prefill_tok_s": round(timings["prompt_per_second"], 2),
-        "decode_tok_s": round(timings["predicted_per_second"], 2),
+        "prefill_tok_s": round(prefill, 2),
+        "decode_tok_s": round(decode, 2),
         "peak_rss_bytes": peak(),
     }
+
+
+def _complete(server: Any, words: int, new_tokens: int) -> tuple[dict[str, float], float]:
+    """llama.cpp's timings of one completion, and the processor seconds it took."""
+    request = {
+        "prompt": f"{time.time_ns()} " + "the " * words,
+        "max_tokens": new_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "cache_prompt": False,
+    }
+    start = time.process_time()
+    answer = server.handle_completions(request)
+    seconds = time.process_time() - start
+    timings = (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
+    return timings, seconds
 
 
 def peak() -> int:

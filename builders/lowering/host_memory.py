@@ -1,7 +1,7 @@
 """How much ONNX Runtime's arena holds between nodes of the host lowering, at its peak.
 
 Fitted to the smallest arena in which a run succeeds (docs/host-lowering.md): what is live at the
-widest node, and the holes that narrower tensors of the same layer leave before it.
+widest node, and the holes that narrower tensors leave before it.
 """
 
 from builders.tensors import patches_per_window
@@ -29,18 +29,20 @@ def activation_bytes(model: ModelConfig, limits: Limits, patches: int) -> tuple[
 
 
 def _text_row(text: TextConfig) -> int:
-    """Values for each token of a chunk."""
+    """Values for each token of a chunk: gate and up joined and apart, or q, k, v, and the rest."""
     qkv = (text.num_attention_heads + 2 * text.num_key_value_heads) * text.head_dim
-    return 8 * text.hidden_size + 3 * qkv + 4 * text.intermediate_size + text.intermediate_size // 2
+    return 4 * max(text.intermediate_size, qkv) + 7 * text.hidden_size // 2
 
 
 def _vision_values(vision: VisionConfig, patches: int) -> tuple[int, str]:
     """Values for the largest picture: linear in patches, and in places of windows."""
     width, mlp = vision.hidden_size, vision.intermediate_size
+    products = 2 if vision.window_size is None else 3  # gate and up are products of their own
+    row = max(9 * width, products * mlp + 9 * width // 2)
     if vision.window_size is None:
-        row = max(12 * width + width // 2, 2 * mlp + 5 * width)
         return patches * row, f"{patches} patches x {row}"
-    places = max_windows(vision, patches, MAX_ASPECT_RATIO) * patches_per_window(vision)
-    row, place = max(20 * width, 5 * mlp + 6 * width), 8 * width
-    total = patches * row + places * place
-    return total, f"{patches} patches x {row} + {places} places x {place}"
+    size = patches_per_window(vision)
+    places = max_windows(vision, patches, MAX_ASPECT_RATIO) * size
+    place, beside = 8 * width + vision.num_heads * size, 10 * width // 3
+    total = max(patches * row, places * place + patches * beside)
+    return total, f"{patches} patches x {row} or {places} places x {place} + patches x {beside}"

@@ -199,6 +199,7 @@ def _session_options(threads: int) -> Any:
     options.inter_op_num_threads = 1
     # One block for all of a run would have to find room among the pieces of other shapes.
     options.enable_mem_pattern = False
+    options.enable_mem_reuse = False  # a buffer that every layer reuses is held until the last one
     options.log_severity_level = 4  # what went wrong is in the exception
     options.add_session_config_entry("session.use_env_allocators", "1")
     # Weights are not activations: keep them out of the arena.

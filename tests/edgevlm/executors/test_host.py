@@ -35,7 +35,7 @@ def test_a_run_beyond_the_arena_is_an_error_and_the_next_one_works(tiny: TinyMod
     short, long = make_prompt(model, "hi"), make_prompt(model, "h" * 60)
     with running(model) as runner:
         expected = prefill(runner, 0, short)
-    executor = HostExecutor(with_arena(model.bundle, 160 << 10), threads=1)
+    executor = HostExecutor(with_arena(model.bundle, 128 << 10), threads=1)
     runner = ModelRunner(model.bundle, executor)
     for _ in range(3):
         assert np.array_equal(prefill(runner, 0, short), expected)
