@@ -20,6 +20,7 @@ from edgevlm.memory_plan import DType
 
 Array = NDArray[np.float32]
 Linear = Array | QuantizedWeight  # [N, K], as checkpoints have it
+HeadNorms = tuple[Array, Array]  # weights [D] of the RMSNorm over each head of q, and of k
 WeightsName = Literal["int4", "fp16", "fp32"]
 
 
@@ -43,8 +44,9 @@ class Lowering(Protocol):
     | text_attention | [B, S, (HQ + 2 * HK) * D], rows q then k then v | [B, S, HQ * D] |
     | vision_attention | [N, 3 * C], rows q then k then v | [N, C] |
 
-    text_attention rotates q and k, writes k and v into the cache at `write_indices`, and attends
-    causally; it makes the graph outputs `present.N.*` that `text_interface` declares.
+    text_attention norms the heads of q and k where it is given `norms`, rotates them, writes k and
+    v into the cache at `write_indices`, and attends causally; it makes the graph outputs
+    `present.N.*` that `text_interface` declares.
     vision_attention rotates q and k by vision_cos and vision_sin; `windowed`: within windows only.
     """
 
@@ -99,7 +101,14 @@ class Lowering(Protocol):
     def gated(self, g: Graph, name: str, gate_up: str, size: int, kind: HiddenAct) -> str: ...
 
     def text_attention(
-        self, g: Graph, name: str, qkv: str, layer: int, text: TextConfig, limits: Limits
+        self,
+        g: Graph,
+        name: str,
+        qkv: str,
+        layer: int,
+        text: TextConfig,
+        limits: Limits,
+        norms: HeadNorms | None = None,
     ) -> str: ...
 
     def vision_attention(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from builders.models import Family, family_of
 from builders.shards import AGAIN, READABLE, Entry, open_shards, read_float32, read_json, same_bytes
+from builders.stored import Stored
 from builders.tokenizer_files import read_tokenizer_files
 from edgevlm.config import ModelConfig
 from edgevlm.errors import UnsupportedCheckpoint
@@ -32,6 +33,7 @@ PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("language_model.output.", "output."),
     ("model.lm_head.", "lm_head."),
     ("model.visual.", "visual."),
 )
@@ -69,13 +71,14 @@ class Checkpoint:
             _preprocessor(self.path),
             tokenizer.eos_token_ids,
         )
-        entries = _canonical(open_shards(self.path))
+        entries = _by_family(_canonical(open_shards(self.path)), self.family.stored(self.config))
         self.config = _settle_head(self.config, entries)
         self._shapes = self.family.tensor_shapes(self.config)
-        _check_tensors(self._shapes, entries, self.config)
+        self._stored = self.family.stored(self.config)
+        _check_tensors(self._shapes, entries, self.config, self._stored)
         self.extra: tuple[str, ...] = _extra_tensors(self._shapes, entries)
         self._entries = {name: entries[name] for name in self._shapes}
-        self.bytes: int = sum(entry.nbytes for entry in self._entries.values())
+        self.bytes: int = sum(entry.nbytes for entry in set(self._entries.values()))
 
     def names(self) -> Collection[str]:
         """Canonical names of all the tensors that the family needs."""
@@ -91,7 +94,8 @@ class Checkpoint:
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """Its values, read now and owned by the caller; a value that is not finite is refused."""
-        return read_float32(self._entries[name], name)
+        values = read_float32(self._entries[name], name)
+        return self._stored[name].take(values) if name in self._stored else values
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -147,6 +151,13 @@ def _canonical(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     return named
 
 
+def _by_family(entries: dict[str, Entry], stored: Mapping[str, Stored]) -> dict[str, Entry]:
+    """Entries under canonical names, where a family's files have names of their own."""
+    named = {name: entries[at.name] for name, at in stored.items() if at.name in entries}
+    theirs = {at.name for at in stored.values()}
+    return {name: entry for name, entry in entries.items() if name not in theirs} | named
+
+
 def _settle_head(config: ModelConfig, entries: Mapping[str, Entry]) -> ModelConfig:
     """A tied model that brings a different head keeps its own head, as in transformers 5."""
     head, embedding = entries.get(HEAD), entries.get(EMBEDDING)
@@ -163,10 +174,14 @@ def _settle_head(config: ModelConfig, entries: Mapping[str, Entry]) -> ModelConf
 
 
 def _check_tensors(
-    shapes: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry], config: ModelConfig
+    shapes: Mapping[str, tuple[int, ...]],
+    entries: Mapping[str, Entry],
+    config: ModelConfig,
+    stored: Mapping[str, Stored],
 ) -> None:
     """Each tensor the family needs is there, in its shape, in a dtype that is read."""
-    missing = [name for name in shapes if name not in entries]
+    places = {name: stored.get(name) or Stored(name, shape) for name, shape in shapes.items()}
+    missing = list(dict.fromkeys(at.name for name, at in places.items() if name not in entries))
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         why = "the download is incomplete or the config is of another model"
@@ -175,12 +190,12 @@ def _check_tensors(
         raise UnsupportedCheckpoint(
             f"the weights have no {missing[0]!r}{more}, which {config.model_type} needs; {why}"
         )
-    for name, expected in shapes.items():
-        entry = entries[name]
-        if entry.shape != expected:
+    for canonical, at in places.items():
+        entry, name = entries[canonical], at.name
+        if entry.shape != at.shape:
             raise UnsupportedCheckpoint(
                 f"{name!r} has shape {list(entry.shape)}, and config.json makes it "
-                f"{list(expected)}; weights and config are of different models, {AGAIN}"
+                f"{list(at.shape)}; weights and config are of different models, {AGAIN}"
             )
         if entry.dtype not in READABLE:
             raise UnsupportedCheckpoint(

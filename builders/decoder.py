@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from builders.blocks import Linear, Lowering, WeightPolicy, cast, last_position
+from builders.blocks import HeadNorms, Linear, Lowering, WeightPolicy, cast, last_position
 from builders.graph import Graph, WeightBytes
 from builders.quantize import (
     QuantizedWeight,
@@ -152,6 +152,12 @@ class _Weights:
             return None
         return np.concatenate([self.source.tensor(name) for name in names])
 
+    def head_norms(self, attention: str) -> HeadNorms | None:
+        """The weights of a layer's norms over heads, where the model has them."""
+        if not self.text.qk_norm:
+            return None
+        return self.vector(f"{attention}.q_norm.weight"), self.vector(f"{attention}.k_norm.weight")
+
     def _float(self, name: str) -> np.ndarray:
         values = self.source.tensor(name)
         if self.policy.weights == "fp32":
@@ -184,7 +190,8 @@ def _layer(
     matrix = weights.matrix(g, *(f"{h}.weight" for h in heads))
     bias = weights.bias(*(f"{h}.bias" for h in heads))
     qkv = lowering.linear(g, f"{path}/self_attn/qkv_proj", normed, matrix, bias)
-    y = lowering.text_attention(g, f"{path}/self_attn", qkv, layer, text, limits)
+    norms = weights.head_norms(f"{at}.self_attn")
+    y = lowering.text_attention(g, f"{path}/self_attn", qkv, layer, text, limits, norms)
     matrix = weights.matrix(g, f"{at}.self_attn.o_proj.weight")
     y = lowering.linear(g, f"{path}/self_attn/o_proj", y, matrix)
     norm = weights.vector(f"{at}.post_attention_layernorm.weight")

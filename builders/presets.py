@@ -22,7 +22,10 @@ MROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
 
 @dataclass(frozen=True)
 class Preset:
-    """`parameters`: as the hub counts them. `tokenizer_bytes`: of tokenizer.json, to 10 KB."""
+    """`parameters`: as the hub counts them, a tied head once.
+
+    `tokenizer_bytes`: of tokenizer.json, to 10 KB.
+    """
 
     source: str
     config: Mapping[str, Any]
@@ -68,6 +71,17 @@ def _qwen2(hub: str, parameters: int, decoder: dict[str, Any]) -> Preset:
         "eos_token_id": 151645,
     }
     return Preset(f"huggingface.co/{hub}", config | decoder, parameters, 7_030_000)
+
+
+def _qwen3(hub: str, parameters: int, decoder: dict[str, Any]) -> Preset:
+    config = {
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 151645,
+    }
+    return Preset(f"huggingface.co/{hub}", config | decoder, parameters, 11_420_000)
 
 
 def _qwen2_vl(hub: str, parameters: int, decoder: dict[str, Any]) -> Preset:
@@ -171,6 +185,26 @@ PRESETS: dict[str, Preset] = {
         "Qwen/Qwen2.5-7B-Instruct",
         7_615_616_512,
         _decoder((3584, 18944, 28, 28, 4), 152064, 32768, False),
+    ),
+    "qwen3-0.6b": _qwen3(
+        "Qwen/Qwen3-0.6B",
+        596_049_920,
+        _decoder((1024, 3072, 28, 16, 8), 151936, 40960, True),
+    ),
+    "qwen3-1.7b": _qwen3(
+        "Qwen/Qwen3-1.7B",
+        1_720_574_976,
+        _decoder((2048, 6144, 28, 16, 8), 151936, 40960, True),
+    ),
+    "qwen3-4b": _qwen3(
+        "Qwen/Qwen3-4B",
+        4_022_468_096,
+        _decoder((2560, 9728, 36, 32, 8), 151936, 40960, True),
+    ),
+    "qwen3-8b": _qwen3(
+        "Qwen/Qwen3-8B",
+        8_190_735_360,
+        _decoder((4096, 12288, 36, 32, 8), 151936, 40960, False),
     ),
     "smollm2-135m": _smollm2(
         "HuggingFaceTB/SmolLM2-135M-Instruct",

@@ -36,7 +36,11 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The decoder. `attention_bias` means q, k and v carry a bias (Qwen2 does, Llama does not)."""
+    """The decoder.
+
+    `attention_bias`: q, k and v carry a bias (Qwen2). `qk_norm`: an RMSNorm over each head of q
+    and k before they are rotated (Qwen3).
+    """
 
     model_type: str
     vocab_size: int
@@ -51,6 +55,7 @@ class TextConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     max_position_embeddings: int
+    qk_norm: bool = False
 
 
 @dataclass(frozen=True)

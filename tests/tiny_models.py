@@ -2,8 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +85,57 @@ PREPROCESSOR = {
 
 @dataclass(frozen=True)
 class Kind:
-    """One way that a checkpoint can come."""
+    """One way that a checkpoint can come. `publish` gives transformers' files another layout."""
 
     model_type: str
     tied: bool
     hub: bool = False  # flat config, tensors under model. and visual.
     rope: dict[str, Any] | None = None
+    text: dict[str, Any] = field(default_factory=dict)  # over TEXT
+    publish: Callable[[Path], None] | None = None
+
+
+def publish_internlm2(path: Path) -> None:
+    """A llama checkpoint as InternLM2's are: other names, and q, k and v fused by group."""
+    config = json.loads((path / "config.json").read_text())
+    config |= {
+        "model_type": "internlm2",
+        "architectures": ["InternLM2ForCausalLM"],
+        "bias": False,
+        "rope_theta": config.pop("rope_parameters")["rope_theta"],
+        "rope_scaling": {"type": "dynamic", "factor": 2.0},
+    }
+    for key in ("attention_bias", "mlp_bias", "head_dim"):
+        config.pop(key)
+    (path / "config.json").write_text(json.dumps(config))
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    names = {
+        "embed_tokens": "tok_embeddings",
+        "lm_head": "output",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+    tensors = load_file(path / "model.safetensors")
+    renamed = {}
+    for name, value in tensors.items():
+        if "self_attn.q_proj" in name:
+            hidden = value.shape[1]
+            q = value.reshape(groups, heads // groups, -1, hidden)
+            k, v = (
+                tensors[name.replace("q_proj", other)].reshape(groups, 1, -1, hidden)
+                for other in ("k_proj", "v_proj")
+            )
+            fused = torch.cat([q, k, v], dim=1).reshape(-1, hidden).contiguous()
+            renamed[name.replace("self_attn.q_proj", "attention.wqkv")] = fused
+        elif "k_proj" not in name and "v_proj" not in name:
+            for theirs, published in names.items():
+                name = name.replace(theirs, published)
+            renamed[name] = value
+    save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
 
 
 KINDS = {
@@ -98,6 +143,8 @@ KINDS = {
     "qwen2-tied": Kind("qwen2", tied=True),
     "llama": Kind("llama", tied=False),
     "llama3-tied": Kind("llama", tied=True, rope=LLAMA3),
+    "qwen3-tied": Kind("qwen3", tied=True, text={"head_dim": 32}),
+    "internlm2": Kind("llama", tied=False, publish=publish_internlm2),
     "qwen2_vl": Kind("qwen2_vl", tied=False),
     "qwen2_vl-hub-tied": Kind("qwen2_vl", tied=True, hub=True),
     "qwen2_5_vl-tied": Kind("qwen2_5_vl", tied=True),
@@ -164,7 +211,7 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 def random_model(kind: Kind, seed: int = 7, **changes: Any) -> Any:
     """A transformers model whose softmaxes are not flat, as they would be with 0.02."""
     torch.manual_seed(seed)
-    settings = TEXT | {"tie_word_embeddings": kind.tied} | changes
+    settings = TEXT | {"tie_word_embeddings": kind.tied} | kind.text | changes
     if kind.rope is not None:
         settings["rope_parameters"] = kind.rope
     if kind.model_type in TOWERS:
@@ -204,6 +251,8 @@ def save_checkpoint(model: Any, kind: Kind, path: Path) -> None:
         (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     if kind.hub:
         _to_hub_layout(path)
+    if kind.publish is not None:
+        kind.publish(path)
 
 
 def _to_hub_layout(path: Path) -> None:

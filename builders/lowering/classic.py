@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from builders import tensors
-from builders.blocks import Array, Linear, reshape
+from builders.blocks import Array, HeadNorms, Linear, reshape
 from builders.graph import Graph
 from builders.lowering import half
 from builders.tensors import Interface
@@ -72,7 +72,14 @@ class ClassicLowering:
         return half.gated(g, name, gate_up, size, kind, self.dtype)
 
     def text_attention(
-        self, g: Graph, name: str, qkv: str, layer: int, text: TextConfig, limits: Limits
+        self,
+        g: Graph,
+        name: str,
+        qkv: str,
+        layer: int,
+        text: TextConfig,
+        limits: Limits,
+        norms: HeadNorms | None = None,
     ) -> str:
         """Rotate, attend to the cache before write_indices and causally to the new tokens."""
         size, hq, hk = text.head_dim, text.num_attention_heads, text.num_key_value_heads
@@ -81,6 +88,9 @@ class ClassicLowering:
             half.heads(g, f"{name}/{part}", x, count, size)
             for part, x, count in (("q", q, hq), ("k", k, hk))
         )
+        if norms is not None:
+            q = self.rms_norm(g, f"{name}/q_norm", q, norms[0], text.rms_norm_eps)
+            k = self.rms_norm(g, f"{name}/k_norm", k, norms[1], text.rms_norm_eps)
         cos = g.once("rope_cos", lambda: _rope_rows(g, "/rope_cos", "rope_cos"))
         sin = g.once("rope_sin", lambda: _rope_rows(g, "/rope_sin", "rope_sin"))
         q = self._scaled(g, name, half.rotate(g, f"{name}/q/rope", q, cos, sin, size), size)

@@ -5,7 +5,7 @@ Figures behind the choices are in docs/host-lowering.md.
 
 import numpy as np
 
-from builders.blocks import Array, Linear, as_float32, reshape
+from builders.blocks import Array, HeadNorms, Linear, as_float32, reshape
 from builders.graph import MICROSOFT, Graph
 from builders.quantize import QuantizedWeight
 from builders.tensors import Interface, text_interface, vision_interface
@@ -84,16 +84,27 @@ class HostLowering:
         return g.node("Mul", [self.activation(g, f"{name}/act", gate, kind), up], f"{name}/Mul")
 
     def text_attention(
-        self, g: Graph, name: str, qkv: str, layer: int, text: TextConfig, limits: Limits
+        self,
+        g: Graph,
+        name: str,
+        qkv: str,
+        layer: int,
+        text: TextConfig,
+        limits: Limits,
+        norms: HeadNorms | None = None,
     ) -> str:
-        """One GroupQueryAttention: it splits, rotates, writes the cache in place and attends."""
+        """One GroupQueryAttention: it splits, rotates, writes the cache in place and attends.
+
+        Where heads are normed it gets q, k and v apart; ONNX Runtime before 1.32 cannot norm in it.
+        """
         past = [f"past_key_values.{layer}.{part}" for part in ("key", "value")]
         present = [f"present.{layer}.{part}" for part in ("key", "value")]
         lengths, total = g.once("seqlens_k", lambda: _lengths(g)), "/lengths/total/output_0"
         rope = ["rope_cos", "rope_sin", "position_ids"]
+        rows = [qkv, "", ""] if norms is None else self._normed(g, name, qkv, text, norms)
         output, _, _ = g.nodes(
             "GroupQueryAttention",
-            [qkv, "", "", *past, lengths, total, *rope],
+            [*rows, *past, lengths, total, *rope],
             name,
             [f"{name}/output_0", *present],
             MICROSOFT,
@@ -104,6 +115,24 @@ class HostLowering:
             rotary_interleaved=0,
         )
         return output
+
+    def _normed(
+        self, g: Graph, name: str, qkv: str, text: TextConfig, norms: HeadNorms
+    ) -> list[str]:
+        """q, k and v, the heads of q and k normed."""
+        widths = [
+            heads * text.head_dim
+            for heads in (text.num_attention_heads, *[text.num_key_value_heads] * 2)
+        ]
+        parts = g.nodes(
+            "Split", [qkv, g.constant(np.array(widths, np.int64))], f"{name}/Split", 3, axis=-1
+        )
+        for i, (part, weight) in enumerate(zip("qk", norms, strict=True)):
+            at = f"{name}/{part}_norm"
+            heads = reshape(g, f"{at}/heads", parts[i], [0, 0, -1, text.head_dim])
+            normed = self.rms_norm(g, at, heads, weight, text.rms_norm_eps)
+            parts[i] = reshape(g, f"{at}/rows", normed, [0, 0, widths[i]])
+        return parts
 
     def vision_attention(
         self, g: Graph, name: str, qkv: str, vision: VisionConfig, windowed: bool

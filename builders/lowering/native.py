@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from builders import tensors
-from builders.blocks import Array, Linear, reshape
+from builders.blocks import Array, HeadNorms, Linear, reshape
 from builders.graph import Graph
 from builders.lowering import half
 from builders.tensors import Interface
@@ -79,7 +79,14 @@ class NativeLowering:
         return half.gated(g, name, gate_up, size, kind, self.dtype)
 
     def text_attention(
-        self, g: Graph, name: str, qkv: str, layer: int, text: TextConfig, limits: Limits
+        self,
+        g: Graph,
+        name: str,
+        qkv: str,
+        layer: int,
+        text: TextConfig,
+        limits: Limits,
+        norms: HeadNorms | None = None,
     ) -> str:
         """Rotate, write into the cache at write_indices, attend to all that is written."""
         size, hq, hk = text.head_dim, text.num_attention_heads, text.num_key_value_heads
@@ -88,6 +95,9 @@ class NativeLowering:
             half.heads(g, f"{name}/{part}", x, count, size)
             for part, x, count in (("q", q, hq), ("k", k, hk), ("v", v, hk))
         )
+        if norms is not None:
+            q = self.rms_norm(g, f"{name}/q_norm", q, norms[0], text.rms_norm_eps)
+            k = self.rms_norm(g, f"{name}/k_norm", k, norms[1], text.rms_norm_eps)
         rope = ["rope_cos", "rope_sin", "position_ids"]
         q = g.node("RotaryEmbedding", [q, *rope], f"{name}/q/RotaryEmbedding")
         k = g.node("RotaryEmbedding", [k, *rope], f"{name}/k/RotaryEmbedding")

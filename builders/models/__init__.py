@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from builders.models import llama, qwen2, qwen2_5_vl, qwen2_vl
+from builders.models import internlm2, llama, qwen2, qwen2_5_vl, qwen2_vl, qwen3
+from builders.stored import Stored
 from edgevlm.config import ModelConfig
 from edgevlm.errors import UnsupportedCheckpoint
 
@@ -18,18 +19,26 @@ ReadConfig = Callable[
 
 @dataclass(frozen=True)
 class Family:
-    """What the builders know about one model_type."""
+    """What the builders know about one model_type.
+
+    `stored`: canonical name -> where the files have it, of the tensors they have elsewhere.
+    """
 
     model_type: str
     read_config: ReadConfig
     tensor_shapes: Callable[[ModelConfig], dict[str, tuple[int, ...]]]
+    stored: Callable[[ModelConfig], dict[str, Stored]] = field(default=lambda config: {})
 
 
 FAMILIES: dict[str, Family] = {
+    "internlm2": Family(
+        "internlm2", internlm2.read_config, internlm2.tensor_shapes, internlm2.stored
+    ),
     "llama": Family("llama", llama.read_config, llama.tensor_shapes),
     "qwen2": Family("qwen2", qwen2.read_config, qwen2.tensor_shapes),
     "qwen2_vl": Family("qwen2_vl", qwen2_vl.read_config, qwen2_vl.tensor_shapes),
     "qwen2_5_vl": Family("qwen2_5_vl", qwen2_5_vl.read_config, qwen2_5_vl.tensor_shapes),
+    "qwen3": Family("qwen3", qwen3.read_config, qwen3.tensor_shapes),
 }
 
 

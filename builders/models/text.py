@@ -1,4 +1,4 @@
-"""The decoder that llama, qwen2, qwen2_vl and qwen2_5_vl share: its config and its tensors."""
+"""The decoder that the llama and qwen families share: its config and its tensors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ from edgevlm.errors import UnsupportedCheckpoint
 
 
 def read_text(
-    root: ConfigReader, model_type: str, *, attention_bias: bool, default_theta: float
+    root: ConfigReader,
+    model_type: str,
+    *,
+    attention_bias: bool,
+    default_theta: float,
+    qk_norm: bool = False,
+    default_head_dim: int | None = None,
 ) -> TextConfig:
-    """The decoder's config from a flat config.json, or from its `text_config` (transformers 5)."""
+    """The decoder's config from a flat config.json, or from its `text_config` (transformers 5).
+
+    `default_head_dim` None: hidden_size / num_attention_heads.
+    """
     text = root.section("text_config") if "text_config" in root else root
     text.require("hidden_act", "silu")
     hidden_size, heads = text.int("hidden_size"), text.int("num_attention_heads")
     kv_heads = text.int("num_key_value_heads", heads)
-    if "head_dim" not in text and hidden_size % heads:
+    if "head_dim" not in text and default_head_dim is None and hidden_size % heads:
         raise UnsupportedCheckpoint(
             f"{text.where} has hidden_size {hidden_size}, not a multiple of "
             f"num_attention_heads {heads}, and no head_dim; correct the file"
@@ -25,7 +34,7 @@ def read_text(
             f"{text.where} has num_attention_heads {heads}, not a multiple of "
             f"num_key_value_heads {kv_heads}; correct the file"
         )
-    head_dim = text.int("head_dim", hidden_size // heads)
+    head_dim = text.int("head_dim", default_head_dim or hidden_size // heads)
     _refuse_sliding_window(text)
     return TextConfig(
         model_type=model_type,
@@ -43,6 +52,7 @@ def read_text(
         or text.bool("tie_word_embeddings", False),
         attention_bias=attention_bias,
         max_position_embeddings=text.int("max_position_embeddings"),
+        qk_norm=qk_norm,
     )
 
 
@@ -110,6 +120,9 @@ def text_shapes(text: TextConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, hidden)
             if text.attention_bias:
                 shapes[f"{at}self_attn.{name}_proj.bias"] = (rows,)
+        if text.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                shapes[f"{at}self_attn.{name}.weight"] = (text.head_dim,)
         shapes[at + "self_attn.o_proj.weight"] = (hidden, q)
         shapes[at + "mlp.gate_proj.weight"] = (mlp, hidden)
         shapes[at + "mlp.up_proj.weight"] = (mlp, hidden)

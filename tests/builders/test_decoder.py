@@ -26,6 +26,7 @@ MODELS = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen2_vl": ("qwen2_vl", {}),
     "qwen2_5_vl": ("qwen2_5_vl", {"tie_word_embeddings": True}),
 }

@@ -46,7 +46,7 @@ needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt-rtx is not installed"
 )
 RTX = Compiler("tensorrt-rtx", "SM86")
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen2", "llama")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen2", "qwen3", "llama")
 LOWERINGS = {"native": NativeLowering, "classic": ClassicLowering}
 OLD_PARSER = set((Path(__file__).parent / "onnx_ops_tensorrt_10.1.txt").read_text().split())
 MB = 1_000_000
@@ -58,10 +58,9 @@ def model_of(family: str, hidden: int = 64, head_dim: int = 16, vocab: int = 96)
     vlm = family.endswith("vl")
     section = (head_dim // 8, head_dim // 8, head_dim // 4)
     rope = RopeConfig(1e4, "mrope", section) if vlm else RopeConfig(1e4)
-    bias, tied = family != "llama", family != "llama"
-    text = TextConfig(
-        family, vocab, hidden, 2, 4, 2, head_dim, hidden * 2, 1e-6, rope, tied, bias, 4096
-    )
+    bias, tied = family.startswith("qwen2"), family != "llama"
+    sizes = (vocab, hidden, 2, 4, 2, head_dim, hidden * 2)
+    text = TextConfig(family, *sizes, 1e-6, rope, tied, bias, 4096, family.startswith("qwen3"))
     if not vlm:
         return ModelConfig(family, text, GenerationDefaults((1,)))
     act, window, full = ("silu", 56, (1,)) if "5" in family else ("quick_gelu", None, ())
