@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from builders.graph import Graph
 from builders.quantize import QuantizedWeight
+from builders.rows import Rows
 from builders.tensors import Interface
 from edgevlm.config import HiddenAct, Limits, TextConfig, VisionConfig
 from edgevlm.memory_plan import DType
 
 Array = NDArray[np.float32]
-Linear = Array | QuantizedWeight  # [N, K], as checkpoints have it
+Linear = Array | Rows | QuantizedWeight  # [N, K], as checkpoints have it
 HeadNorms = tuple[Array, Array]  # weights [D] of the RMSNorm over each head of q, and of k
 WeightsName = Literal["int4", "fp16", "fp32"]
 

@@ -97,6 +97,16 @@ class Checkpoint:
         values = read_float32(self._entries[name], name)
         return self._stored[name].take(values) if name in self._stored else values
 
+    def rows(self, name: str, begin: int, end: int) -> NDArray[np.float32]:
+        """Rows `begin` to `end` of it, as `tensor` reads them."""
+        stored = self._stored.get(name)
+        if stored is None or stored.rows is None:
+            return read_float32(self._entries[name], name, begin, end)
+        wanted = stored.rows[begin:end]  # in runs that others lie between: read over them
+        first = int(wanted.min())
+        band = read_float32(self._entries[name], name, first, int(wanted.max()) + 1)
+        return band[wanted - first]
+
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():

@@ -8,12 +8,13 @@
 | logits | [B, 1, vocab_size] float32, of the last position |
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from builders.blocks import HeadNorms, Linear, Lowering, WeightPolicy, cast, last_position
+from builders.blocks import Array, HeadNorms, Linear, Lowering, WeightPolicy, cast, last_position
 from builders.graph import Graph, WeightBytes
 from builders.quantize import (
     QuantizedWeight,
@@ -22,6 +23,7 @@ from builders.quantize import (
     kept_16bit_reason,
     quantize,
 )
+from builders.rows import mapped, rows_of
 from builders.tensors import hidden_states
 from builders.weights import WeightSource
 from edgevlm.bundle import TensorSpec
@@ -30,7 +32,6 @@ from edgevlm.memory_plan import DType
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-BAND_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,11 @@ def text_graph(
 
 def write_embedding_table(source: WeightSource, path: Path, dtype: DType = "float16") -> None:
     """embed_tokens.bin: [vocab_size, hidden_size], row after row."""
-    table = source.tensor(EMBEDDING)
-    if dtype == "float16":
-        check_fp16_range(table, EMBEDDING)
     with path.open("wb") as file:
-        for start in range(0, len(table), BAND_ROWS):
-            file.write(table[start : start + BAND_ROWS].astype(dtype).tobytes())
+        for _, band in rows_of(source, EMBEDDING).bands():
+            if dtype == "float16":
+                check_fp16_range(band, EMBEDDING)
+            file.write(np.ascontiguousarray(band, dtype).data)
 
 
 def text_border(
@@ -119,7 +119,7 @@ def text_border(
 
 
 class _Weights:
-    """The decoder's weights under a policy, one matrix in memory at a time."""
+    """The decoder's weights under a policy; a matrix is read when it is written."""
 
     def __init__(
         self, lowering: Lowering, source: WeightSource, text: TextConfig, policy: WeightPolicy
@@ -140,11 +140,12 @@ class _Weights:
                 for name in names:
                     g.keep(name, kept_16bit_reason(k, self.policy.group_size))
         if group is not None:
-            return QuantizedWeight.concatenate(
-                [quantize(self.source.tensor(name), group, name) for name in names]
-            )
-        parts = [self._float(name) for name in names]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            parts = [quantize(rows_of(self.source, name), group, name) for name in names]
+            return parts[0] if len(parts) == 1 else QuantizedWeight.concatenate(parts)
+        rows = rows_of(self.source, *names)
+        return (
+            rows if self.policy.weights == "fp32" else mapped(rows, _as_fp16(" and ".join(names)))
+        )
 
     def bias(self, *names: str) -> np.ndarray | None:
         """Biases one after the other, where the model has them."""
@@ -158,12 +159,15 @@ class _Weights:
             return None
         return self.vector(f"{attention}.q_norm.weight"), self.vector(f"{attention}.k_norm.weight")
 
-    def _float(self, name: str) -> np.ndarray:
-        values = self.source.tensor(name)
-        if self.policy.weights == "fp32":
-            return values
+
+def _as_fp16(name: str) -> Callable[[Array], Array]:
+    """Values as fp16 has them. Raises UnsupportedCheckpoint beyond its range."""
+
+    def rounded(values: Array) -> Array:
         check_fp16_range(values, name)
         return values.astype(np.float16).astype(np.float32)
+
+    return rounded
 
 
 def _layer(

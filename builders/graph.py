@@ -1,20 +1,22 @@
 """Writes one ONNX graph node by node; knows no model and no lowering.
 
-Weights go to the external data file as they are added, one in memory at a time. Node names are
-paths, the output of node "/a/b" is "/a/b/output_0".
+Weights go to the external data file as they are added, large float ones in bands of rows. Node
+names are paths, the output of node "/a/b" is "/a/b/output_0".
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from builders.rows import Rows
 from edgevlm.bundle import TensorSpec
 from edgevlm.bundle import data_file as data_file
 from edgevlm.memory_plan import DType
@@ -153,6 +155,24 @@ class Graph:
             self.float_bytes += array.nbytes
         return self._add(name, array)
 
+    def transposed(self, name: str, rows: Rows, dtype: DType) -> str:
+        """A matrix [N, K] as an initializer [K, N], counted as 16/32-bit; read in bands."""
+        n, k = rows.shape
+        itemsize = np.dtype(dtype).itemsize
+        self.float_bytes += n * k * itemsize
+        if n * k * itemsize < EXTERNAL_FROM:
+            return self._add(name, np.ascontiguousarray(rows[:].T, dtype))
+        tensor = self._tensor(name, ONNX_DTYPES[dtype], (k, n))
+        offset = self._reserve(tensor, n * k * itemsize)
+        self._data.flush()
+        for begin, band in rows.bands():
+            columns = np.ascontiguousarray(band.T, dtype)
+            for row, piece in enumerate(columns):
+                _write_at(self._data, piece, offset + (row * n + begin) * itemsize)
+        self._data.seek(offset + n * k * itemsize)
+        self._initializers.append(tensor)
+        return name
+
     def int4(self, name: str, codes: NDArray[np.uint8], shape: Sequence[int]) -> str:
         """An ONNX INT4 tensor from nibbles that hold q + 8, the low one first."""
         if codes.size * 2 != int(np.prod(shape)):
@@ -197,23 +217,38 @@ class Graph:
         dtype: int | None = None,
         shape: Sequence[int] | None = None,
     ) -> str:
-        if name in self._names:
-            raise ValueError(f"two tensors are called {name}")
-        self._names.add(name)
-        tensor = onnx.TensorProto(name=name, data_type=dtype or ONNX_DTYPES[array.dtype.name])
-        tensor.dims.extend(array.shape if shape is None else shape)
+        kind = dtype or ONNX_DTYPES[array.dtype.name]
+        tensor = self._tensor(name, kind, array.shape if shape is None else shape)
         if array.nbytes < EXTERNAL_FROM:
             tensor.raw_data = array.tobytes()
         else:
-            self._write_external(tensor, np.ascontiguousarray(array))
+            self._reserve(tensor, array.nbytes)
+            self._data.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         self._initializers.append(tensor)
         return name
 
-    def _write_external(self, tensor: Any, array: NDArray[Any]) -> None:
+    def _tensor(self, name: str, dtype: int, shape: Sequence[int]) -> Any:
+        if name in self._names:
+            raise ValueError(f"two tensors are called {name}")
+        self._names.add(name)
+        tensor = onnx.TensorProto(name=name, data_type=dtype)
+        tensor.dims.extend(shape)
+        return tensor
+
+    def _reserve(self, tensor: Any, nbytes: int) -> int:
+        """Give a tensor its place in the data file, and go there."""
         offset = -(-self._data.tell() // ALIGNMENT) * ALIGNMENT
         self._data.seek(offset)
-        self._data.write(array.reshape(-1).view(np.uint8).data)
         tensor.data_location = TensorProto.EXTERNAL
-        entries = {"location": data_file(self.path).name, "offset": offset, "length": array.nbytes}
+        entries = {"location": data_file(self.path).name, "offset": offset, "length": nbytes}
         for key, value in entries.items():
             tensor.external_data.add(key=key, value=str(value))
+        return offset
+
+
+def _write_at(file: BinaryIO, values: NDArray[Any], offset: int) -> None:
+    """All the bytes at a place of a file; its own position stays."""
+    data = values.reshape(-1).view(np.uint8).data
+    while data:
+        written = os.pwrite(file.fileno(), data, offset)
+        data, offset = data[written:], offset + written

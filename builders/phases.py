@@ -86,6 +86,13 @@ class ReadingSource:
         self._done += values.nbytes
         return values
 
+    def rows(self, name: str, begin: int, end: int) -> NDArray[np.float32]:
+        """As `tensor`."""
+        self._tell(self._stage, min(self._done, self._total), self._total)
+        values = self._source.rows(name, begin, end)
+        self._done += values.nbytes
+        return values
+
 
 def build_phases(work: Work, tell: Tell) -> Built:
     """Write, and compile if need be and it can be done here, the language model and the tower."""

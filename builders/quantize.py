@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from builders.rows import Rows
 from edgevlm.errors import UnsupportedCheckpoint
 
 FP16_MAX = 65504.0
@@ -87,7 +88,15 @@ def check_fp16_range(weight: NDArray[np.float32], name: str) -> None:
         )
 
 
-def quantize(weight: NDArray[np.float32], group_size: int, name: str = "weight") -> QuantizedWeight:
+def checked_fp16(weight: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+    """The weight itself. Raises UnsupportedCheckpoint where fp16 cannot hold it."""
+    check_fp16_range(weight, name)
+    return weight
+
+
+def quantize(
+    weight: NDArray[np.float32] | Rows, group_size: int, name: str = "weight"
+) -> QuantizedWeight:
     """Codes and scales of a [N, K] weight; no group is worse than with the scale absmax / 7.
 
     `name` is for messages. Works in bands of whole rows: beyond its result it takes a few MiB.

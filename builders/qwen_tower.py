@@ -15,6 +15,7 @@ from pathlib import Path
 from builders.blocks import Lowering, reshape
 from builders.decoder import GraphFile
 from builders.graph import Graph
+from builders.rows import rows_of
 from builders.tensors import vision_hidden_states
 from builders.weights import WeightSource
 from edgevlm.bundle import TensorSpec
@@ -136,7 +137,7 @@ class _Tower:
         )
 
     def _linear(self, g: Graph, path: str, at: str, x: str) -> str:
-        weight, bias = self.source.tensor(f"{at}.weight"), self.source.tensor(f"{at}.bias")
+        weight, bias = rows_of(self.source, f"{at}.weight"), self.source.tensor(f"{at}.bias")
         return self.lowering.linear(g, path, x, weight, bias)
 
     def _norm(self, g: Graph, path: str, at: str, x: str, branch: str | None) -> tuple[str, str]:

@@ -90,7 +90,14 @@ class Rounded:
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """Quantised and back."""
-        values, shape = self._source.tensor(name), self.shape(name)
+        return self._rounded(name, self._source.tensor(name))
+
+    def rows(self, name: str, begin: int, end: int) -> NDArray[np.float32]:
+        """Quantised and back: groups lie within rows, so a band is as it is in the whole."""
+        return self._rounded(name, self._source.rows(name, begin, end))
+
+    def _rounded(self, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        shape = self.shape(name)
         group = choose_group_size(shape[1], self._policy.group_size) if len(shape) == 2 else None
         if group is None or name.startswith("visual."):
             return values

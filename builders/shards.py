@@ -185,12 +185,19 @@ def _entries(path: Path, raw: dict[str, Any], base: int) -> Iterator[tuple[str, 
         yield name, Entry(path, item["dtype"], shape, base + begin, nbytes)
 
 
-def read_float32(entry: Entry, name: str) -> NDArray[np.float32]:
-    """One tensor as float32, converted in bands: the peak is the result and one band."""
-    stored, count = READABLE[entry.dtype], math.prod(entry.shape)
+def read_float32(
+    entry: Entry, name: str, begin: int = 0, end: int | None = None
+) -> NDArray[np.float32]:
+    """A tensor, or rows `begin` to `end` of it, as float32.
+
+    Converted in bands: the peak is the result and one band.
+    """
+    rows, row = entry.shape[:1], math.prod(entry.shape[1:])
+    last = end if end is not None else (rows[0] if rows else 1)
+    stored, first, count = READABLE[entry.dtype], begin * row, (last - begin) * row
     values = np.empty(count, np.float32)
     with entry.file.open("rb") as file:
-        file.seek(entry.start)
+        file.seek(entry.start + first * stored.itemsize)
         for at in range(0, count, BAND):
             out = values[at : at + BAND]
             band = np.fromfile(file, stored, len(out))
@@ -205,10 +212,11 @@ def read_float32(entry: Entry, name: str) -> NDArray[np.float32]:
             if not np.isfinite(out).all():
                 where = at + int(np.flatnonzero(~np.isfinite(out))[0])
                 raise UnsupportedCheckpoint(
-                    f"{entry.file} has {values[where]} in {name!r} at element {where} of {count}; "
+                    f"{entry.file} has {values[where]} in {name!r} at element {first + where} of "
+                    f"{math.prod(entry.shape)}; "
                     f"weights must be finite, {AGAIN} or use another checkpoint"
                 )
-    return values.reshape(entry.shape)
+    return values.reshape((last - begin, *entry.shape[1:]) if rows else ())
 
 
 def same_bytes(left: Entry, right: Entry) -> bool:

@@ -71,6 +71,9 @@ class ModelSource:
     def tensor(self, name: str) -> NDArray[np.float32]:
         return self.tensors[name].copy()
 
+    def rows(self, name: str, begin: int, end: int) -> NDArray[np.float32]:
+        return self.tensors[name][begin:end].copy()
+
 
 def tiny_model(model_type: str, **changes: Any) -> tuple[Any, ModelConfig, ModelSource]:
     """A random model of transformers, our config of it, and its weights."""

@@ -8,7 +8,8 @@ import numpy as np
 
 from builders.blocks import Array, Linear, cast, reshape
 from builders.graph import Graph
-from builders.quantize import QuantizedWeight, check_fp16_range
+from builders.quantize import QuantizedWeight, check_fp16_range, checked_fp16
+from builders.rows import as_rows, mapped
 from edgevlm.config import HiddenAct
 from edgevlm.memory_plan import DType
 
@@ -47,7 +48,10 @@ def matmul(
         # [N, K] as checkpoints have it: the compiler takes the transpose into the product
         rhs = g.node("Transpose", [dense], f"{name}/Transpose", perm=[1, 0])
     else:
-        rhs = float_weight(g, f"{name}/weight", weight.T, dtype)
+        rows, at = as_rows(weight), f"{name}/weight"
+        if dtype == "float16":
+            rows = mapped(rows, lambda band: checked_fp16(band, at))
+        rhs = g.transposed(at, rows, dtype)
     y = g.node("MatMul", [x, rhs], f"{name}/MatMul")
     if bias is None:
         return y

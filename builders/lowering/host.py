@@ -8,6 +8,7 @@ import numpy as np
 from builders.blocks import Array, HeadNorms, Linear, as_float32, reshape
 from builders.graph import MICROSOFT, Graph
 from builders.quantize import QuantizedWeight
+from builders.rows import as_rows
 from builders.tensors import Interface, text_interface, vision_interface
 from edgevlm.config import HiddenAct, Limits, TextConfig, VisionConfig
 from edgevlm.memory_plan import DType
@@ -36,7 +37,7 @@ class HostLowering:
         """INT4: one MatMulNBits that adds the bias too. Float: MatMul on the transposed weight."""
         if isinstance(weight, QuantizedWeight):
             return _matmul_nbits(g, name, x, weight, bias)
-        w = g.weight(f"{name}/weight", np.ascontiguousarray(as_float32(weight).T))
+        w = g.transposed(f"{name}/weight", as_rows(weight), self.dtype)
         y = g.node("MatMul", [x, w], f"{name}/MatMul")
         if bias is None:
             return y

@@ -154,6 +154,9 @@ class Dequantized:
             return values
         return quantize(values, choose_group_size(values.shape[1], 32)).dequantize()
 
+    def rows(self, name, begin, end):
+        return self.tensor(name)[begin:end]
+
 
 def test_int4_computes_with_the_weights_that_its_codes_stand_for(qwen2, tmp_path):
     packed = qwen2.build(tmp_path, "int4")

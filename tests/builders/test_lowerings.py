@@ -89,6 +89,9 @@ class Loud:
             return quantize(values, group, name).dequantize()
         return values
 
+    def rows(self, name: str, begin: int, end: int) -> np.ndarray:
+        return self.tensor(name)[begin:end]
+
 
 class Decoder:
     """Runs a language model's graph on ONNX Runtime, with the cache copies that it needs."""

@@ -34,6 +34,8 @@ def test_header_says_where_each_tensor_lies(tmp_path):
     }
     for name, expected in tensors.items():
         assert np.array_equal(read_float32(entries[name], name), expected)
+        if expected.ndim and len(expected) > 1:
+            assert np.array_equal(read_float32(entries[name], name, 1, len(expected)), expected[1:])
 
 
 def test_same_bytes(tmp_path, monkeypatch):
