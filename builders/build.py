@@ -21,7 +21,7 @@ from builders.phases import Built, Work, build_phases
 from builders.planner import text_stage_plans, vision_stage_plans
 from builders.publish import KEY, LOCK, building
 from builders.reference import Setting, make_reference
-from builders.report import built_on, reported_plan
+from builders.report import built_on, compile_peak, reported_plan
 from builders.room import require_room
 from builders.run_check import can_run, check_bundle
 from builders.solver import Change
@@ -109,19 +109,23 @@ def build(
         )
         tell("embedding table", table, table)
         tell("reference", 0, 1)
-        reason = make_reference(
+        reference = make_reference(
             _setting(prepared, special_tokens, directory), machine, options.reference
         )
         tell("reference", 1, 1)
         built = build_phases(_work(prepared, directory, identity), tell)
         manifest = _manifest(prepared, built, directory, special_tokens, start, machine)
-        manifest.build["reference"] = reason or "made"
+        manifest.build["reference"] = reference.reason or "made"
+        peaks = {"reference": reference.peak_rss_bytes, "compiler": compile_peak(built.engines)}
         write_manifest(directory, manifest)
         if can_run(manifest, machine):
             tell("checking", 0, 1)
-            manifest.build["self_check"] = check_bundle(directory)
-            write_manifest(directory, manifest)
+            found = manifest.build["self_check"] = check_bundle(directory)
+            peaks["self_check"] = found["peak_rss_bytes"]
             tell("checking", 1, 1)
+        peaks["builder"] = peak_rss_bytes()
+        manifest.build["peaks"] = {name: peak for name, peak in peaks.items() if peak is not None}
+        write_manifest(directory, manifest)
         remove_reports(directory)
     return open_bundle(out, check=False)
 
@@ -232,7 +236,6 @@ def _manifest(
             "engines": built.engines,
             "kept_16bit": built.kept_16bit,
             "seconds": round(time.perf_counter() - start, 2),
-            "peak_rss_bytes": peak_rss_bytes(),
         },
         files={p.name: record(p) for p in written},
         built_on=on,

@@ -21,6 +21,7 @@ from builders.engine import (
     compile_stages,
     stage_progress,
 )
+from builders.lowering import host_memory
 from builders.planner import kept_16bit, packed_int4_bytes
 from builders.qwen_tower import VisionPart, vision_border, vision_graph
 from builders.report import figures
@@ -29,6 +30,8 @@ from builders.targets import Target
 from builders.weights import WeightSource
 from edgevlm.bundle import LLM_GRAPH, VISION_GRAPH, Pending, PendingStage, StageSpec
 from edgevlm.config import Limits, ModelConfig
+from edgevlm.preprocess import max_patches
+from edgevlm.vlm import peak_rss_bytes
 
 # Below this some kernels could not be chosen at all, and the fastest hardly ever.
 MIN_WORKSPACE = 64 << 20
@@ -137,13 +140,20 @@ def _write(work: Work, tell: Tell) -> Made:
         figures: dict[str, Any] = {
             "weights_bytes": graph.weights.packed_int4 + graph.weights.floats,
             "packed_int4_bytes": graph.weights.packed_int4,
-            "scratch_bytes": None,
+            "scratch_bytes": _planned_scratch(work, engine),
             "seconds": round(time.perf_counter() - start, 2),
-            "peak_bytes": None,
+            "peak_bytes": peak_rss_bytes(),  # of the builder: nothing is compiled
             "stages": [],
         }
         made[engine] = (StageSpec(graph.path.name, graph.inputs, graph.outputs),), figures
     return made
+
+
+def _planned_scratch(work: Work, engine: str) -> int:
+    """What the executor's arena has for this graph; ONNX Runtime reports nothing itself."""
+    processor = work.model.image_processor
+    patches = max_patches(processor) if processor else 0
+    return host_memory.scratch_bytes(_part(engine), work.model, work.limits, patches)
 
 
 def _write_whole(work: Work, engine: str, source: WeightSource) -> GraphFile:

@@ -5,7 +5,7 @@ Knows sizes, not weights. After a build the compiler's figures take their place.
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from builders.blocks import WeightPolicy
 from builders.engine import StagePlan, plan_stages
@@ -91,19 +91,33 @@ def _between_stages(
     """Hidden states between stages, and what a classic graph hands out for the cache."""
     if target.executor == "host":
         return []
+    text = text_stage_plans(_bare(model), policy, target.stage_limit)
+    vision = vision_stage_plans(_bare(model), target.stage_limit)
+    shapes = stage_borders(model, limits, text, vision, dtype)
+    if lowering == "classic":
+        shapes += new_cache_shapes(model.text, limits, dtype)
+    return shapes
+
+
+def stage_borders(
+    model: ModelConfig,
+    limits: Limits,
+    text: Sequence[StagePlan],
+    vision: Sequence[StagePlan],
+    dtype: DType,
+) -> list[TensorShape]:
+    """What passes from each stage to the next, at its largest."""
     tokens = max(limits.max_prefill_chunk, limits.slots)
     shapes: list[TensorShape] = [
         (f"hidden_states.{stage.first_layer}", dtype, (tokens, model.text.hidden_size))
-        for stage in text_stage_plans(_bare(model), policy, target.stage_limit)[1:]
+        for stage in text[1:]
     ]
     if model.vision is not None and model.image_processor is not None:
         patches = max_patches(model.image_processor)
         shapes += [
             (f"vision_states.{stage.first_layer}", dtype, (patches, model.vision.hidden_size))
-            for stage in vision_stage_plans(_bare(model), target.stage_limit)[1:]
+            for stage in vision[1:]
         ]
-    if lowering == "classic":
-        shapes += new_cache_shapes(model.text, limits, dtype)
     return shapes
 
 

@@ -2,12 +2,13 @@
 
 The logits come from bundles in float32 for the host, that live in the build directory for as long
 as it takes to run them once in a process of their own: one with the checkpoint's weights and, for
-INT4, one with what the codes stand for. Where that does not fit, the prompts are kept alone
-and with the reason.
+INT4, one with what the codes stand for. They are run stage by stage, so that no process of a build
+needs the checkpoint's size. Where they do not fit, the prompts are kept alone and with the reason.
 """
 
 import importlib.util
 import io
+import json
 import math
 import shutil
 from collections.abc import Collection
@@ -19,13 +20,14 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from builders.blocks import WeightPolicy
-from builders.decoder import text_graph, write_embedding_table
+from builders.decoder import GraphFile, TextPart, text_graph, write_embedding_table
 from builders.limits import capped
 from builders.lowering.host import HostLowering
-from builders.planner import plan
+from builders.planner import plan, stage_borders, text_stage_plans, vision_stage_plans
 from builders.quantize import choose_group_size, quantize
-from builders.qwen_tower import vision_graph
+from builders.qwen_tower import VisionPart, vision_graph
 from builders.run_check import run_child
+from builders.stages import stage_file
 from builders.targets import TARGETS
 from builders.weights import WeightSource
 from edgevlm import __version__
@@ -46,12 +48,15 @@ from edgevlm.chat_template import ChatTemplate
 from edgevlm.config import Limits, ModelConfig
 from edgevlm.device import Machine, usable_bytes
 from edgevlm.errors import BuildError, RequestError
+from edgevlm.memory_plan import with_tensors
 from edgevlm.preprocess import max_patches, resize_image
 from edgevlm.prompt import PromptBuilder
 from edgevlm.reference import Case, Reference, sampled_ids, write_reference
 from edgevlm.tokenizer import Tokenizer
 
 STEPS = 8
+STAGE_BYTES = 64 << 20  # of float32 in a stage, where a layer is no more than that
+MIN_RESIDENT_BYTES = 16 << 20
 HOST_LIMIT = 2 << 30  # bytes in float32 beyond which a build for this machine would take too long
 QUESTIONS = (
     "The capital of France is",
@@ -156,8 +161,16 @@ def _case(setting: Setting, question: str, picture: Image.Image | None = None) -
     )
 
 
-def make_reference(setting: Setting, machine: Machine, wanted: bool) -> str | None:
-    """Write reference.npz. None where it has logits, else why it has none. Raises BuildError."""
+@dataclass(frozen=True)
+class Made:
+    """What came of it: `reason` None where the reference has logits, else why it has none."""
+
+    reason: str | None
+    peak_rss_bytes: int | None = None  # of the process that ran the checkpoint
+
+
+def make_reference(setting: Setting, machine: Machine, wanted: bool) -> Made:
+    """Write reference.npz. Raises BuildError."""
     reason = _reason(setting, machine) if wanted else "not made: built with --no-reference"
     reference = write_cases(setting, reason or "not made")
     if not reference.cases:
@@ -165,7 +178,7 @@ def make_reference(setting: Setting, machine: Machine, wanted: bool) -> str | No
             f"--max-seq-len {setting.max_seq_len} is too short for a single question; raise it"
         )
     if reason is not None:
-        return reason
+        return Made(reason)
     work = setting.directory / "reference.tmp"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -175,10 +188,34 @@ def make_reference(setting: Setting, machine: Machine, wanted: bool) -> str | No
         if setting.policy.weights == "int4":
             rounded = Rounded(setting.source, setting.policy)
             bundles.append(_write_bundle(setting, reference, work / "int4", rounded))
-        words = run_child("record", setting.directory / REFERENCE, *bundles)
-        return words.strip() or None
+        resident = resident_bytes(fp32_bytes(setting.source))
+        said = run_child("record", str(resident), setting.directory / REFERENCE, *bundles)
+        found = json.loads(said)
+        return Made(found["reason"], found["peak_rss_bytes"])
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def resident_bytes(weights: int) -> int:
+    """How many bytes of stages may stay loaded while a reference of `weights` bytes is made.
+
+    Half of what a 16-bit checkpoint has, less what interpreter and head take: then the process
+    stays below the checkpoint.
+    """
+    return max(MIN_RESIDENT_BYTES, weights // 4 - (256 << 20))
+
+
+def largest_piece(source: WeightSource) -> int:
+    """Bytes in float32 of what is never cut: a layer, a block, or the head."""
+    sums: dict[str, int] = {}
+    for name in source.names():
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        piece = name if number is None else ".".join(parts[: number + 1])
+        sums[piece] = sums.get(piece, 0) + 4 * math.prod(source.shape(name))
+    # What is neither block nor head goes with a block.
+    beside = ("visual.merger", "visual.patch_embed")
+    return max(sums.values()) + sum(n for piece, n in sums.items() if piece.startswith(beside))
 
 
 def fp32_bytes(source: WeightSource) -> int:
@@ -193,8 +230,8 @@ def _reason(setting: Setting, machine: Machine) -> str | None:
     weights = fp32_bytes(setting.source)
     if setting.host and weights > HOST_LIMIT:
         return f"not made: {weights:,} bytes in float32, more than {HOST_LIMIT:,}"
-    # Mapped once and packed once: ONNX Runtime holds both for as long as it loads.
-    needed, usable = 2 * weights, usable_bytes(machine)
+    # Stages come and go; what the page cache cannot hold would be read anew for every token.
+    needed, usable = weights + resident_bytes(weights), usable_bytes(machine)
     if usable is None or needed > usable:
         return f"not made: needs {needed:,} bytes of memory and {usable or 0:,} can be had"
     free = shutil.disk_usage(setting.directory).free
@@ -209,11 +246,22 @@ def _write_bundle(setting: Setting, reference: Reference, work: Path, source: We
     limits, model = _limits(setting, reference)
     ledger = plan(model, limits, policy, TARGETS["host"], "host")
     work.mkdir()
-    llm, tower = work / LLM_GRAPH, work / VISION_GRAPH
-    graphs = {"prefill": text_graph(lowering, source, model.text, limits, policy, llm)}
+    limit = max(STAGE_BYTES, largest_piece(source)) // 2  # stages are counted in 16 bits
+    text, vision = text_stage_plans(model, policy, limit), vision_stage_plans(model, limit)
+    ledger = with_tensors(ledger, "io", stage_borders(model, limits, text, vision, "float32"))
+    graphs: dict[str, list[GraphFile]] = {"prefill": []}
+    for i, stage in enumerate(text):
+        path = work / stage_file(LLM_GRAPH, i, len(text))
+        part = TextPart(stage.first_layer, stage.end_layer, stage.head)
+        made = text_graph(lowering, source, model.text, limits, policy, path, part)
+        graphs["prefill"].append(made)
     graphs["decode"] = graphs["prefill"]
     if model.vision is not None and limits.max_pixels:
-        graphs["vision"] = vision_graph(lowering, source, model.vision, tower)
+        graphs["vision"] = []
+        for i, stage in enumerate(vision):
+            path = work / stage_file(VISION_GRAPH, i, len(vision))
+            block = VisionPart(stage.first_layer, stage.end_layer)
+            graphs["vision"].append(vision_graph(lowering, source, model.vision, path, block))
     write_embedding_table(setting.source, work / EMBEDDING_TABLE, "float32")
     shutil.copyfile(setting.directory / REFERENCE, work / REFERENCE)
     manifest = Manifest(
@@ -225,7 +273,10 @@ def _write_bundle(setting: Setting, reference: Reference, work: Path, source: We
         weights="fp32",
         model=model,
         special_tokens={},
-        phases={p: (StageSpec(g.path.name, g.inputs, g.outputs),) for p, g in graphs.items()},
+        phases={
+            phase: tuple(StageSpec(g.path.name, g.inputs, g.outputs) for g in stages)
+            for phase, stages in graphs.items()
+        },
         plan=ledger,
         build={},
         # Whoever reads it wrote it a moment ago: sizes and digests of the rest would only cost.

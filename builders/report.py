@@ -41,6 +41,11 @@ def reported_plan(plan: MemoryPlan, engines: Mapping[str, Mapping[str, Any]]) ->
     return with_report(plan, reported)
 
 
+def compile_peak(engines: Mapping[str, Mapping[str, Any]]) -> int | None:
+    """The most that any compiling child took; None where nothing was compiled."""
+    return max((e["peak_bytes"] for e in engines.values() if e["stages"]), default=None)
+
+
 def built_on(
     compiler: Compiler, engines: Mapping[str, Mapping[str, Any]], machine: Machine
 ) -> BuiltOn:

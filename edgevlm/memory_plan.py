@@ -111,6 +111,20 @@ def with_report(plan: MemoryPlan, reported: dict[PoolName, tuple[int, str]]) -> 
     return dataclasses.replace(plan, pools=pools)
 
 
+def with_tensors(
+    plan: MemoryPlan, pool: PoolName, tensors: list[tuple[str, DType, tuple[int, ...]]]
+) -> MemoryPlan:
+    """The plan with a pool that holds more tensors, after those that are there."""
+    there = [(p.name, p.dtype, p.shape) for p in plan.placements if p.pool == pool]
+    placed = place(pool, [*there, *tensors])
+    pools = tuple(
+        dataclasses.replace(p, bytes=placed_bytes(placed)) if p.name == pool else p
+        for p in plan.pools
+    )
+    others = [p for p in plan.placements if p.pool != pool]
+    return dataclasses.replace(plan, pools=pools, placements=(*others, *placed))
+
+
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

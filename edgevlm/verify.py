@@ -26,6 +26,7 @@ from edgevlm.runner import ModelRunner
 from edgevlm.vlm import make_executor, peak_rss_bytes
 
 F32 = NDArray[np.float32]
+MakeExecutor = Callable[[Bundle, str | None, int | None], Executor]
 REMEDY = "build the bundle again; if it fails again, send `edgevlm verify BUNDLE --report FILE`"
 
 
@@ -81,13 +82,17 @@ def verify(
     *,
     threads: int | None = None,
     machine: Machine | None = None,
+    make: MakeExecutor = make_executor,
 ) -> Verification:
-    """Run a bundle's fixed prompts. Raises BundleError, ExecutorError where it cannot run."""
+    """Run a bundle's fixed prompts. Raises BundleError, ExecutorError where it cannot run.
+
+    `make`: what loads the bundle, given it, `executor` and `threads`.
+    """
     start = time.perf_counter()
     bundle = open_bundle(path)
     reference = read_reference(bundle)
     check_start(bundle.manifest, machine)
-    with_executor = make_executor(bundle, executor, threads)
+    with_executor = make(bundle, executor, threads)
     try:
         runner = ModelRunner(bundle, with_executor)
         load_ms = (time.perf_counter() - start) * 1e3

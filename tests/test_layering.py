@@ -41,6 +41,7 @@ VENDOR_ALLOWED = {
     "edgevlm/executors/cuda.py": {"cuda"},
     "edgevlm/executors/host.py": {"onnxruntime"},
     "builders/lowering/host.py": {"onnxruntime"},
+    "builders/streamed.py": {"onnxruntime"},
     "builders/compile_child.py": {"tensorrt", "tensorrt_rtx"},
 }
 RUNTIME_ALLOWED = {"numpy", "PIL", "tokenizers", "jinja2", "rich"}

@@ -4,6 +4,8 @@ Fitted to the smallest arena in which a run succeeds (docs/host-lowering.md): wh
 widest node, and the holes that narrower tensors leave before it.
 """
 
+from typing import Literal
+
 from builders.tensors import patches_per_window
 from edgevlm.config import Limits, ModelConfig, TextConfig, VisionConfig
 from edgevlm.positions import max_windows
@@ -15,17 +17,33 @@ MARGIN = 1.06  # over the fit
 
 def activation_bytes(model: ModelConfig, limits: Limits, patches: int) -> tuple[int, str]:
     """Upper bound in bytes, and its formula: the larger of prefill or decode, and vision."""
-    text, tokens = model.text, max(limits.max_prefill_chunk, limits.slots)
-    row = _text_row(text)
-    scores = limits.slots * text.num_attention_heads * limits.max_seq_len  # of one decode step
-    largest = tokens * row + scores
-    formula = f"{tokens} tokens x {row} + {scores} scores"
+    largest, formula = _text_values(model.text, limits)
     if model.vision is not None:
         vision, how = _vision_values(model.vision, patches)
         largest = max(largest, vision)
         formula = f"max({formula}, {how})"
-    nbytes = BASE_BYTES + int(largest * 4 * MARGIN)
-    return nbytes, f"{BASE_BYTES >> 20} MiB + {MARGIN} x 4 x ({formula})"
+    return _nbytes(largest), f"{BASE_BYTES >> 20} MiB + {MARGIN} x 4 x ({formula})"
+
+
+def scratch_bytes(
+    engine: Literal["llm", "vision"], model: ModelConfig, limits: Limits, patches: int
+) -> int:
+    """The part of one graph in it."""
+    if engine == "llm":
+        return _nbytes(_text_values(model.text, limits)[0])
+    assert model.vision is not None
+    return _nbytes(_vision_values(model.vision, patches)[0])
+
+
+def _nbytes(values: int) -> int:
+    return BASE_BYTES + int(values * 4 * MARGIN)
+
+
+def _text_values(text: TextConfig, limits: Limits) -> tuple[int, str]:
+    """Values for a chunk of prefill, and the scores of one decode step."""
+    tokens, row = max(limits.max_prefill_chunk, limits.slots), _text_row(text)
+    scores = limits.slots * text.num_attention_heads * limits.max_seq_len
+    return tokens * row + scores, f"{tokens} tokens x {row} + {scores} scores"
 
 
 def _text_row(text: TextConfig) -> int:

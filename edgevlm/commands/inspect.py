@@ -51,6 +51,11 @@ def print_bundle(console: Console, bundle: Bundle) -> None:
     engines = manifest.build.get("engines", {})
     if engines:
         console.print(_engines(engines))
+    if manifest.pending is not None:
+        console.print("scratch and peak are the compiler's: `edgevlm compile` fills them in")
+    if peaks := manifest.build.get("peaks"):
+        each = ", ".join(f"{name} {human_bytes(peak)}" for name, peak in peaks.items())
+        console.print(f"peak memory of the build's processes: {each}")
     kept = manifest.build.get("kept_16bit", [])
     if kept:
         reasons = sorted({entry["reason"] for entry in kept})

@@ -6,6 +6,7 @@ is taken after start: a run that needs more than the plan says is an error, not 
 """
 
 import logging
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -31,7 +32,10 @@ POOLS: tuple[PoolName, ...] = ("kv_cache", "io")  # largest first
 class HostExecutor:
     """The executor for the target `host`. See `Executor` for the verbs."""
 
-    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
+    def __init__(self, bundle: Bundle, threads: int | None = None, *, touch: bool = True) -> None:
+        """`touch` False: pages of the pools are taken when they are written, which is for a
+        builder's check and never for a bundle in use."""
+        self._touch = touch
         self.allocations_after_start = 0
         self._sealed = False
         self._closed = False
@@ -40,10 +44,11 @@ class HostExecutor:
             pools = {name: self._take(plan.pool(name).bytes) for name in POOLS}
             self._placements = {p.name: p for p in plan.placements}
             self._views = {p.name: _view(pools[p.pool], p) for p in plan.placements}
-            options = _session_options(threads or available_cores())
             files = [s.file for stages in bundle.manifest.phases.values() for s in stages]
             paths = {file: bundle.file(file) for file in files}  # prefill and decode share one
-            self._sessions, self._plugs = _load(paths, options, plan.pool("activations").bytes)
+            self._sessions, self._plugs = self._load_graphs(
+                paths, threads or available_cores(), plan.pool("activations").bytes
+            )
         except MemoryError as error:
             raise ExecutorError(
                 f"the machine refused {plan.total_bytes:,} bytes that the plan needs; "
@@ -100,10 +105,18 @@ class HostExecutor:
         self._plugs.clear()
         self._views.clear()
 
+    def _load_graphs(
+        self, paths: dict[str, Path], threads: int, nbytes: int
+    ) -> tuple[dict[str, Any], list[Any]]:
+        return _load(paths, _session_options(threads), nbytes)
+
     def _take(self, nbytes: int) -> NDArray[np.uint8]:
         if self._sealed:
             self.allocations_after_start += 1
             raise ExecutorError(f"{nbytes:,} bytes asked for after start; this is a bug in edgevlm")
+        if not self._touch:
+            # Not numpy's memory, which comes in huge pages: a cache is written here and there.
+            return np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)[:nbytes]
         raw = np.empty(nbytes + ALIGNMENT, np.uint8)
         raw.fill(0)  # touch every page now, so that the plan is a promise and not a hope
         skip = -raw.ctypes.data % ALIGNMENT

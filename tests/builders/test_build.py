@@ -63,7 +63,11 @@ def test_a_bundle_and_nothing_else(checkpoint, tmp_path):
     engines = manifest.build["engines"]
     assert engines["llm"]["packed_int4_bytes"] > 0
     assert engines["vision"]["packed_int4_bytes"] == 0
-    assert manifest.build["peak_rss_bytes"] > 0
+    assert sorted(manifest.build["peaks"]) == ["builder", "self_check"]
+    for engine in engines.values():
+        assert engine["peak_bytes"] <= manifest.build["peaks"]["builder"]
+    scratch = max(engine["scratch_bytes"] for engine in engines.values())
+    assert scratch == manifest.plan.pool("activations").bytes
     stages = [stage for stage, _, _ in told]
     assert stages[0] == "reading" and stages[-1] == "checking"
     assert all(done <= total for _, done, total in told)

@@ -12,7 +12,7 @@ from builders.blocks import WeightPolicy
 from builders.build import BuildOptions, build
 from builders.checkpoint import Checkpoint
 from builders.reference import Rounded, Setting, drawing, make_reference
-from edgevlm.bundle import open_bundle
+from edgevlm.bundle import Bundle, open_bundle, record
 from edgevlm.device import Machine
 from edgevlm.errors import BuildError
 from edgevlm.meminfo import Memory
@@ -54,6 +54,7 @@ def test_text_and_pictures_with_logits(made):
     reference = read_reference(open_bundle(made[2].path))
     assert [case.picture is not None for case in reference.cases] == [False, False, True, True]
     assert reference.made and made[2].manifest.build["reference"] == "made"
+    assert sorted(made[2].manifest.build["peaks"]) == ["builder", "reference", "self_check"]
     for case in reference.cases:
         assert len(case.answer) == case.steps == 8
         assert case.logits.shape == case.rounded.shape == (9, 288)
@@ -95,14 +96,14 @@ def test_drawings_are_always_the_same():
 )
 def test_where_it_does_not_fit_the_prompts_are_kept_with_the_reason(setting, memory, words):
     machine = Machine(memory=Memory(available=memory))
-    assert words in make_reference(setting, machine, True)
+    assert words in make_reference(setting, machine, True).reason
     assert [p.name for p in setting.directory.glob("reference*")] == ["reference.npz"]
 
 
 def test_a_large_model_of_this_machine_and_a_wish_for_none(setting, monkeypatch):
-    assert "--no-reference" in make_reference(setting, PLENTY, False)
+    assert "--no-reference" in make_reference(setting, PLENTY, False).reason
     monkeypatch.setattr(module, "HOST_LIMIT", 1000)
-    assert "more than 1,000" in make_reference(setting, PLENTY, True)
+    assert "more than 1,000" in make_reference(setting, PLENTY, True).reason
 
 
 def test_prompts_that_are_too_long_are_left_out(setting):
@@ -117,3 +118,20 @@ def test_prompts_that_are_too_long_are_left_out(setting):
 def test_the_reference_is_part_of_what_is_hashed(made):
     assert "reference.npz" in open_bundle(made[2].path).manifest.files
     assert Path(made[2].path, "reference.npz").stat().st_size < 2 << 20
+
+
+def test_a_model_run_in_pieces_says_what_it_says_whole(made, setting, monkeypatch):
+    """A stage for each layer, loaded when it is run and let go before the next."""
+    monkeypatch.setattr(module, "STAGE_BYTES", 1)
+    monkeypatch.setattr(module, "MIN_RESIDENT_BYTES", 0)
+    assert make_reference(setting, PLENTY, True).peak_rss_bytes > 0
+    whole = read_reference(open_bundle(made[2].path))
+    manifest = dataclasses.replace(
+        made[2].manifest, files={"reference.npz": record(setting.directory / "reference.npz")}
+    )
+    pieces = read_reference(Bundle(setting.directory, manifest))
+    for a, b in zip(whole.cases, pieces.cases, strict=True):
+        assert np.array_equal(a.answer, b.answer)
+        assert np.abs(a.logits - b.logits).max() <= 2e-3 * np.abs(a.logits).max()
+        assert np.abs(a.rounded - b.rounded).max() <= 2e-3 * np.abs(a.rounded).max()
+        assert a.features is None or np.allclose(a.features, b.features, atol=2e-3)
