@@ -7,22 +7,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgevlm.answer import Answer
     from edgevlm.errors import (
         BadImage,
         BadParameter,
         BuildError,
         BundleError,
         BusyError,
+        Cancelled,
+        DeadlineExceeded,
         EdgeVLMError,
         ExecutorError,
         OverBudget,
         PromptTooLong,
         RequestError,
+        ShuttingDown,
         TooManyImages,
         UnsupportedCheckpoint,
     )
     from edgevlm.generation import Delta, Generation
+    from edgevlm.request import Request
     from edgevlm.sampling import SamplingParams
+    from edgevlm.stats import Stats
     from edgevlm.vlm import VLM
 
 __version__ = "0.1.0"
@@ -31,38 +37,50 @@ __version__ = "0.1.0"
 # scripts that need one error class do not wait for numpy and tokenizers.
 _HOMES = {
     "VLM": "vlm",
+    "Answer": "answer",
     "Delta": "generation",
     "Generation": "generation",
+    "Request": "request",
     "SamplingParams": "sampling",
+    "Stats": "stats",
     "BadImage": "errors",
     "BadParameter": "errors",
     "BuildError": "errors",
     "BundleError": "errors",
     "BusyError": "errors",
+    "Cancelled": "errors",
+    "DeadlineExceeded": "errors",
     "EdgeVLMError": "errors",
     "ExecutorError": "errors",
     "OverBudget": "errors",
     "PromptTooLong": "errors",
     "RequestError": "errors",
+    "ShuttingDown": "errors",
     "TooManyImages": "errors",
     "UnsupportedCheckpoint": "errors",
 }
 
 __all__ = [
     "VLM",
+    "Answer",
     "BadImage",
     "BadParameter",
     "BuildError",
     "BundleError",
     "BusyError",
+    "Cancelled",
+    "DeadlineExceeded",
     "Delta",
     "EdgeVLMError",
     "ExecutorError",
     "Generation",
     "OverBudget",
     "PromptTooLong",
+    "Request",
     "RequestError",
     "SamplingParams",
+    "ShuttingDown",
+    "Stats",
     "TooManyImages",
     "UnsupportedCheckpoint",
 ]

@@ -9,6 +9,9 @@ EdgeVLMError
 │   ├── BadImage
 │   └── BadParameter
 ├── BusyError                 everything that may wait is waiting (HTTP 429)
+│   └── ShuttingDown          no new requests; running ones end (HTTP 503)
+├── DeadlineExceeded          the request's own deadline passed (HTTP 504)
+├── Cancelled                 the caller took the request back
 └── BuildError                a checkpoint cannot become a bundle
     ├── UnsupportedCheckpoint
     └── OverBudget
@@ -48,7 +51,27 @@ class BadParameter(RequestError):
 
 
 class BusyError(EdgeVLMError):
-    """Everything that may wait is already waiting; try again later."""
+    """Everything that may wait is already waiting; try again later.
+
+    `retry_after`: seconds after which there may be room, by what requests took so far; None: not
+    known.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class ShuttingDown(BusyError):
+    """The model is about to be closed: nothing new is taken, what runs ends soon."""
+
+
+class DeadlineExceeded(EdgeVLMError):
+    """The request was not finished when its own deadline passed."""
+
+
+class Cancelled(EdgeVLMError):
+    """The request was taken back by whoever asked."""
 
 
 class BuildError(EdgeVLMError):

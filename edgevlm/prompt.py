@@ -97,6 +97,13 @@ class PromptBuilder:
         text = self._template.render(marked["messages"], add_generation_prompt, marked["variables"])
         return self._with_images(self._control.encode(text, mark), opened)
 
+    def build_text(self, text: str) -> Prompt:
+        """A prompt from text alone, as a base model continues it. Raises BadParameter.
+
+        Control tokens written in it stay plain text; the BOS that the tokenizer adds is added.
+        """
+        return self._with_images(self._tokenizer.encode(text, add_special_tokens=True), [])
+
     def _plain(self, prompt: "str | Messages", images: Sequence[Any]) -> Prompt:
         """A base model: the text as it is, with the BOS that its tokenizer adds."""
         if not isinstance(prompt, str):
@@ -107,7 +114,7 @@ class PromptBuilder:
             raise BadParameter(
                 f"this bundle has no chat template to place {len(images)} images in; send text only"
             )
-        return self._with_images(self._tokenizer.encode(prompt, add_special_tokens=True), [])
+        return self.build_text(prompt)
 
     def _with_images(self, ids: list[int], opened: list[OpenImage]) -> Prompt:
         """Each image placeholder repeated once per feature, and everyone's position."""

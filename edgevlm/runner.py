@@ -6,13 +6,16 @@ Knows names, slots and positions; knows no text, no sampling, no address and no 
 |---|---|---|---|
 | encode_image | pixel_values, vision rope, windows | vision | - (rows of inputs_embeds) |
 | prefill | inputs_embeds, position_ids, write_indices | prefill, per chunk | float32 [vocab] |
+| ingest | both of these, piece by piece | vision by stages, prefill by chunks | float32 [vocab] |
 | decode | the same, one row per slot | decode | float32 [slots in the batch, vocab] |
+
+Between two pieces of `ingest` anything may be decoded: decode has rows of its own.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +25,13 @@ from edgevlm.bundle import EMBEDDING_TABLE, Bundle, embedding_dtype
 from edgevlm.executors.base import Executor
 from edgevlm.positions import Grid, rope_rows, vision_rope, vision_windows
 from edgevlm.preprocess import patchify
+from edgevlm.prompt import Prompt
+from edgevlm.vision_cache import VisionCache
+
+I64 = NDArray[np.int64]
+F32 = NDArray[np.float32]
+Piece = Literal["vision", "prefill"]
+CACHE = "vision_cache"
 
 
 @dataclass
@@ -49,6 +59,10 @@ class ModelRunner:
         self.model = manifest.model
         self.limits = manifest.limits
         self.executor = executor
+        self._plan = manifest.plan
+        self._vision_stages = len(manifest.phases.get("vision", ()))
+        rows = [p.shape[0] for p in manifest.plan.placements if p.name == CACHE]
+        self.vision_cache = VisionCache(rows[0] if rows else 0)
         text = self.model.text
         table = np.memmap(
             bundle.file(EMBEDDING_TABLE),
@@ -71,6 +85,106 @@ class ModelRunner:
 
         `grid` (t, h, w) in patches is what `image_grid` gave for the picture before its resize.
         """
+        for _ in self._vision_pieces(resized, grid, row):
+            pass
+
+    def prefill(
+        self,
+        slot: Slot,
+        ids: I64,
+        keys: I64,
+        positions: I64,
+        start: int,
+        image_rows: NDArray[np.bool_] | None = None,
+    ) -> F32:
+        """Compute tokens `start`.. of a prompt in chunks; logits of the last position [vocab].
+
+        `ids`, `keys` [n]; `positions` [1 or 3, n]; the first `start` tokens are in the slot's
+        cache. Rows where `image_rows` is set were written by `encode_image`.
+        """
+        pieces = self._prefill_pieces(slot, ids, keys, positions, start, image_rows)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as done:
+                logits: F32 = done.value
+                return logits
+
+    def reusable(self, slot: Slot, prompt: Prompt, keys: I64) -> int:
+        """How many tokens of a prompt need not be computed again in this slot.
+
+        The last one always is, for its logits; half a picture is no use: its rows come together.
+        """
+        cached = min(slot.common_prefix(keys), len(keys) - 1)
+        for run in prompt.image_runs:
+            if run.start < cached < run.start + run.length:
+                cached = run.start
+        return cached
+
+    def ingest(
+        self,
+        slot: Slot,
+        prompt: Prompt,
+        keys: I64,
+        pictures: Sequence[Image.Image],
+        digests: Sequence[bytes],
+        start: int,
+    ) -> Generator[Piece, None, F32]:
+        """Take a prompt into a slot from token `start` on, pausing after every piece of work.
+
+        Yields the kind of the piece that was done; after the last piece it returns the logits
+        [vocab], which are valid until the next run. `pictures` are resized; `digests` name them.
+        Wherever it is left off, the slot remembers only what is true.
+        """
+        slot.length = start
+        image_rows = np.zeros(len(keys), np.bool_)
+        for run in prompt.image_runs:
+            image_rows[run.start : run.start + run.length] = True
+        for run in prompt.image_runs:
+            if run.start >= start and not self._from_cache(digests[run.image], run.start):
+                picture, grid = pictures[run.image], prompt.grids[run.image]
+                for left in self._vision_pieces(picture, grid, run.start):
+                    if not left:
+                        self._into_cache(digests[run.image], run.start, run.length)
+                    yield "vision"
+        pieces = self._prefill_pieces(slot, prompt.ids, keys, prompt.positions, start, image_rows)
+        return (yield from pieces)
+
+    def forget(self) -> None:
+        """Trust nothing that lies in a cache any more."""
+        self.vision_cache.clear()
+        for slot in self.slots:
+            slot.length = 0
+
+    def pools_in_use(self) -> tuple[tuple[str, int, int | None], ...]:
+        """(name, bytes, bytes in use) of every pool; None where nobody counts."""
+        tokens = sum(slot.length for slot in self.slots)
+        capacity = self.limits.slots * self.limits.max_seq_len
+        used: dict[str, int] = {}
+        for pool in self._plan.pools:
+            if pool.name == "kv_cache":
+                used[pool.name] = pool.bytes * tokens // capacity
+            elif pool.name == CACHE:
+                used[pool.name] = self.vision_cache.used * self._plan.placement(CACHE).row_bytes
+        return tuple((pool.name, pool.bytes, used.get(pool.name)) for pool in self._plan.pools)
+
+    def _from_cache(self, digest: bytes, row: int) -> bool:
+        """A picture that was seen before: its features into inputs_embeds from `row` on."""
+        if not self.vision_cache.rows:
+            return False
+        kept = self.vision_cache.find(digest)
+        if kept is None:
+            return False
+        self.executor.copy(CACHE, kept.start, "inputs_embeds", row, kept.length)
+        return True
+
+    def _into_cache(self, digest: bytes, row: int, length: int) -> None:
+        kept = self.vision_cache.add(digest, length)
+        if kept is not None:
+            self.executor.copy("inputs_embeds", row, CACHE, kept.start, length)
+
+    def _vision_pieces(self, resized: Image.Image, grid: Grid, row: int) -> Iterator[int]:
+        """The pixels, then the tower stage by stage; yields how many pieces are left."""
         vision, processor = self.model.vision, self.model.image_processor
         assert vision is not None and processor is not None
         patches = grid[0] * grid[1] * grid[2]
@@ -80,7 +194,8 @@ class ModelRunner:
         cos, sin = vision_rope(grid, vision)
         self.executor.write("vision_cos", cos)
         self.executor.write("vision_sin", sin)
-        dims = {}
+        tokens = patches // vision.spatial_merge_size**2
+        dims = {"num_patches": patches, "num_image_tokens": tokens, "image_row": row}
         if vision.window_size is not None:
             windows = vision_windows(grid, vision)
             mask = windows.window_mask
@@ -88,28 +203,24 @@ class ModelRunner:
             self.executor.write("window_mask", mask)
             self.executor.write("window_position", windows.window_position)
             dims["num_windows"] = len(mask)
-        tokens = patches // vision.spatial_merge_size**2
-        self.executor.run(
-            "vision", num_patches=patches, num_image_tokens=tokens, image_row=row, **dims
-        )
+        yield self._vision_stages
+        for stage in range(self._vision_stages):
+            self.executor.run("vision", stage=stage, **dims)
+            yield self._vision_stages - stage - 1
 
-    def prefill(
+    def _prefill_pieces(
         self,
         slot: Slot,
-        ids: NDArray[np.int64],
-        keys: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        ids: I64,
+        keys: I64,
+        positions: I64,
         start: int,
-        image_rows: NDArray[np.bool_] | None = None,
-    ) -> NDArray[np.float32]:
-        """Compute tokens `start`.. of a prompt in chunks; logits of the last position [vocab].
-
-        `ids`, `keys` [n]; `positions` [1 or 3, n]; the first `start` tokens are in the slot's
-        cache. Rows where `image_rows` is set were written by `encode_image`.
-        """
+        image_rows: NDArray[np.bool_] | None,
+    ) -> Generator[Piece, None, F32]:
+        """Chunks; a pause after each but the last, which returns the logits."""
         n = len(ids)
         slot.length = start
-        slot.delta = int(positions[:, -1].max()) + 1 - n
+        slot.delta = 0  # a decode step of others may touch this slot before its prompt is whole
         for begin in range(start, n, self.limits.max_prefill_chunk):
             end = min(begin + self.limits.max_prefill_chunk, n)
             self._write_text_rows(ids, image_rows, begin, end)
@@ -120,7 +231,10 @@ class ModelRunner:
             )
             slot.keys[begin:end] = keys[begin:end]
             slot.length = end
-        logits: NDArray[np.float32] = self.executor.read("logits")[0]
+            if end < n:
+                yield "prefill"
+        slot.delta = int(positions[:, -1].max()) + 1 - n
+        logits: F32 = self.executor.read("logits")[0]
         return logits
 
     def decode(self, steps: Sequence[tuple[Slot, int]]) -> dict[int, NDArray[np.float32]]:

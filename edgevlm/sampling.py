@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,6 +125,18 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]  # (id, logprob), best first
 
 
+class Constraint(Protocol):
+    """What an answer's tokens may be, step by step: a grammar, a schema."""
+
+    def mask(self, logits: F32) -> None:
+        """Set the logits [vocab] of tokens that may not come next to -inf, in place."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Take note of the token that was chosen; True: the text is complete and must end."""
+        ...
+
+
 class Sampler:
     """Chooses the tokens of one request, remembers them for penalties, owns its random stream."""
 
@@ -154,11 +166,14 @@ class Sampler:
         seed = None if p.seed is None else p.seed % 2**64
         self._random = np.random.Generator(np.random.Philox(seed))
 
-    def sample(self, logits: NDArray[np.floating[Any]]) -> tuple[int, TokenLogprobs | None]:
+    def sample(
+        self, logits: NDArray[np.floating[Any]], constraint: Constraint | None = None
+    ) -> tuple[int, TokenLogprobs | None]:
         """The next id from logits [>= vocab_size], and its log-probabilities where asked for.
 
-        Raises ExecutorError where the logits hold NaN or +inf: such an answer would be token 0 for
-        ever.
+        A constraint masks after the penalties; log-probabilities are those from before it. Raises
+        ExecutorError where the logits hold NaN or +inf (such an answer would be token 0 for ever),
+        or where a constraint leaves nothing.
         """
         raw: F32 = logits[: self._vocab_size].astype(np.float32, copy=False)
         scores = self._penalised(raw) if self._penalises else raw
@@ -170,6 +185,14 @@ class Sampler:
                 f"numeric error: logits are not finite (logits[{best}] = {scores[best]}); "
                 "this model needs a wider type than the bundle was built with"
             )
+        if constraint is not None:
+            scores = raw.copy() if scores is raw else scores
+            constraint.mask(scores)
+            best = int(scores.argmax())
+            if not math.isfinite(scores[best]):
+                raise ExecutorError(
+                    "the constraint on this answer allows no token at all; loosen its grammar"
+                )
         chosen = best if self._temperature == 0 else self._draw(scores, float(scores[best]))
         if self._penalises and chosen != self._image_token:
             self._seen.add(chosen)

@@ -1,35 +1,36 @@
 """The Python API: a bundle in memory, questions in, answers out.
 
-Floors: `_tokens` yields ids, `stream` yields text, `generate` joins it. One request per slot; a
-request that runs holds the executor for one image, one prefill or one token at a time.
+`prepare` checks and decodes, `submit` queues, an `Answer` yields text; `stream` is the two in one,
+`generate` waits for the end. What runs when is the scheduler's business.
 """
 
-import dataclasses
 import importlib
 import resource
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
+from edgevlm.answer import Answer, Mailbox
 from edgevlm.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, open_bundle
 from edgevlm.chat_template import ChatTemplate
 from edgevlm.checks import check_start
 from edgevlm.device import Machine
-from edgevlm.errors import BusyError, ExecutorError, PromptTooLong, TooManyImages
+from edgevlm.errors import BadParameter, Cancelled, ExecutorError, PromptTooLong, TooManyImages
 from edgevlm.executors.base import Executor
-from edgevlm.generation import Delta, FinishReason, Generation, TextAssembly
+from edgevlm.generation import Generation, TextAssembly
 from edgevlm.images import ImageSource, decode, image_digest
 from edgevlm.preprocess import resize_image
 from edgevlm.prompt import Messages, Prompt, PromptBuilder
-from edgevlm.runner import ModelRunner, Slot
-from edgevlm.sampling import Sampler, SamplingParams, TokenLogprobs
+from edgevlm.request import Request
+from edgevlm.runner import ModelRunner
+from edgevlm.sampling import Constraint, Sampler, SamplingParams
+from edgevlm.scheduler import Scheduler
+from edgevlm.sequence import RunningRequest
+from edgevlm.stats import Observer, Stats
 from edgevlm.tokenizer import Tokenizer
 
 EXECUTORS = {
@@ -44,23 +45,8 @@ EXTRAS = {
 }
 
 
-@dataclass
-class _Request:
-    """A request that was found to be possible; `pictures` are resized already."""
-
-    prompt: Prompt
-    pictures: list[Image.Image]
-    keys: NDArray[np.int64]
-    params: SamplingParams
-    max_tokens: int
-    sampler: Sampler
-    start: float
-    timings: dict[str, float]
-    cached: int = 0
-
-
 class VLM:
-    """A model, loaded. Safe to use from several threads; each running answer takes one slot."""
+    """A model, loaded. Safe to use from any thread; its scheduler's thread alone runs it."""
 
     def __init__(
         self,
@@ -70,10 +56,12 @@ class VLM:
         threads: int | None = None,
         check: bool = True,
         machine: Machine | None = None,
+        max_queue: int = 32,
     ) -> None:
         """Load a bundle. `executor` None: the one it was built for; `threads` None: every core.
 
-        `check=False` skips the SHA-256 of its files. `machine` None: this one.
+        `check=False` skips the SHA-256 of its files. `machine` None: this one. `max_queue`: how
+        many requests may wait beyond those that have a slot.
         Raises BundleError, ExecutorError.
         """
         start = time.perf_counter()
@@ -84,8 +72,14 @@ class VLM:
         self._executor = make_executor(self.bundle, executor, threads)
         self._runner = ModelRunner(self.bundle, self._executor)
         self._limits = manifest.limits
-        self._lock = threading.Lock()
-        self._closed = False
+        self._eos = frozenset(manifest.model.generation.eos_token_ids)
+        self._scheduler = Scheduler(
+            self._runner,
+            max_queue=max_queue,
+            memory=partial(_memory, manifest.plan.total_bytes, self._executor),
+        )
+        # A VLM that is dropped, or open when Python ends, is closed all the same.
+        weakref.finalize(self, self._scheduler.close)
         self.load_ms = _since(start)
 
     def __enter__(self) -> "VLM":
@@ -104,74 +98,140 @@ class VLM:
         prompt: str | Messages,
         images: Sequence[ImageSource] = (),
         params: SamplingParams | None = None,
-    ) -> Iterator[Delta]:
-        """Answer piece by piece.
+        deadline: float | None = None,
+    ) -> Answer:
+        """Answer piece by piece; an iterator, and to close it is to cancel.
 
         `prompt` is a question or messages as OpenAI writes them; `images` fill their
         `{"type": "image"}` parts in order, or stand before a plain question. What is wrong with
-        the request is raised here, before anything runs (RequestError); BusyError when every
-        slot is taken.
+        the request is raised here, before anything runs (RequestError); BusyError when as many as
+        may wait are waiting.
         """
-        request = self._prepare(prompt, images, params or SamplingParams())
-        return self._stream(request)
+        return self.submit(self.prepare(prompt, images, params), deadline=deadline)
 
     def generate(
         self,
         prompt: str | Messages,
         images: Sequence[ImageSource] = (),
         params: SamplingParams | None = None,
+        deadline: float | None = None,
     ) -> Generation:
         """The whole answer. Arguments and errors as `stream`."""
-        generation = None
-        for delta in self.stream(prompt, images, params):
-            generation = delta.generation
-        assert generation is not None, "a stream ends with its generation"
-        return generation
+        return self.stream(prompt, images, params, deadline).result()
+
+    def prepare(
+        self,
+        prompt: str | Messages,
+        images: Sequence[ImageSource] = (),
+        params: SamplingParams | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Request:
+        """Check a request and decode its pictures, in the caller's thread. Raises RequestError.
+
+        What can be refused is refused by headers, before a pixel is decoded. `variables` go to
+        the chat template (`tools`, ...). `cancelled` is asked before each picture: true raises
+        Cancelled.
+        """
+        start = time.perf_counter()
+        self._scheduler.check_open()
+        built = self._prompts.build(prompt, images, variables=variables)
+        return self._prepared(built, params, start, cancelled or (lambda: False))
+
+    def prepare_text(self, text: str, params: SamplingParams | None = None) -> Request:
+        """The same for raw text, which no chat template frames."""
+        start = time.perf_counter()
+        self._scheduler.check_open()
+        return self._prepared(self._prompts.build_text(text), params, start, lambda: False)
+
+    def submit(
+        self,
+        request: Request,
+        *,
+        deadline: float | None = None,
+        notify: Callable[[], object] | None = None,
+        constraint: Constraint | None = None,
+    ) -> Answer:
+        """Queue a request; one request may be submitted several times.
+
+        `deadline`: seconds from now. `notify` is called from the scheduler's thread, and must not
+        block, whenever something can be taken from the answer. Raises BusyError, ShuttingDown.
+        """
+        if deadline is not None and not deadline > 0:
+            raise BadParameter(f"deadline is {deadline!r}; it must be above 0 seconds")
+        model = self.bundle.manifest.model
+        tokens = model.image_tokens
+        sampler = Sampler(
+            request.params,
+            model.generation,
+            request.prompt.ids,
+            self._tokenizer.vocab_size,
+            None if tokens is None else tokens.image,
+        )
+        mailbox = Mailbox(notify)
+        sequence = RunningRequest(
+            request,
+            sampler,
+            TextAssembly(self._tokenizer, request.params),
+            mailbox,
+            eos=self._eos,
+            constraint=constraint,
+            deadline=deadline,
+            load_ms=self.load_ms,
+        )
+        self._scheduler.submit(sequence)
+        return Answer(request, mailbox)
+
+    def observe(self, observer: Observer) -> None:
+        """Have `observer(name, seconds)` called for every latency, from the scheduler's thread."""
+        self._scheduler.observe(observer)
+
+    def stats(self) -> Stats:
+        """What was done since the start, and what is being done now."""
+        return self._scheduler.stats()
 
     @property
     def allocations_after_start(self) -> int:
         """How often memory was asked for after start; it must stay 0."""
         return self._executor.allocations_after_start
 
-    def close(self) -> None:
-        """Give the memory back. Safe to call twice; a running stream ends with ExecutorError."""
-        with self._lock:
-            self._closed = True
-            self._executor.close()
+    def drain(self, grace: float) -> None:
+        """Take no new requests; give those that are there `grace` seconds, then close.
 
-    def _prepare(
+        What is not finished by then ends with ShuttingDown.
+        """
+        self._scheduler.drain(grace)
+
+    def close(self) -> None:
+        """Give the memory back. Safe to call twice; what still runs ends with ExecutorError."""
+        self._scheduler.close()
+
+    def _prepared(
         self,
-        prompt: str | Messages,
-        images: Sequence[ImageSource],
-        params: SamplingParams,
-    ) -> _Request:
-        """Everything that can be refused is refused here, by headers before pixels."""
-        start = time.perf_counter()
-        self._check_open()
-        model = self.bundle.manifest.model
-        built = self._prompts.build(prompt, images)
+        built: Prompt,
+        params: SamplingParams | None,
+        start: float,
+        cancelled: Callable[[], bool],
+    ) -> Request:
+        params = params or SamplingParams()
         room = self._room(built)
-        tokens = model.image_tokens
-        sampler = Sampler(
-            params,
-            model.generation,
-            built.ids,
-            self._tokenizer.vocab_size,
-            None if tokens is None else tokens.image,
-        )
+        processor = self.bundle.manifest.model.image_processor
         pictures = []
         for image in built.images:
-            assert model.image_processor is not None
-            pictures.append(resize_image(decode(image), model.image_processor))
-        return _Request(
+            if cancelled():
+                raise Cancelled("the request was cancelled before its pictures were decoded")
+            assert processor is not None
+            pictures.append(resize_image(decode(image), processor))
+        digests = tuple(image_digest(picture) for picture in pictures)
+        return Request(
             prompt=built,
-            pictures=pictures,
-            keys=built.keys([image_digest(picture) for picture in pictures]),
+            pictures=tuple(pictures),
+            digests=digests,
+            keys=built.keys(digests),
             params=params,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            sampler=sampler,
-            start=start,
-            timings={"load_ms": self.load_ms, "preprocess_ms": _since(start)},
+            preprocess_ms=_since(start),
         )
 
     def _room(self, prompt: Prompt) -> int:
@@ -191,127 +251,13 @@ class VLM:
             )
         return room
 
-    def _stream(self, request: _Request) -> Iterator[Delta]:
-        text = TextAssembly(self._tokenizer, request.params)
-        for token, logprobs, ended in self._tokens(request):
-            delta = text.push(token, logprobs, ended)
-            if delta.finish_reason is not None:
-                yield self._finish(request, text, delta)
-                return
-            yield delta
 
-    def _tokens(
-        self, request: _Request
-    ) -> Iterator[tuple[int, TokenLogprobs | None, FinishReason | None]]:
-        """(id, its logprobs, why it is the last); holds a slot while it runs."""
-        slot = self._acquire(request)
-        eos = set(self.bundle.manifest.model.generation.eos_token_ids)
-        timings = request.timings
-        decode_start = 0.0
-        try:
-            logits = self._prefill(slot, request)
-            token, logprobs = request.sampler.sample(logits)
-            timings["first_token_ms"] = _since(request.start)
-            decode_start = time.perf_counter()
-            for count in range(1, request.max_tokens + 1):
-                ended: FinishReason | None = None
-                if token in eos and not request.params.ignore_eos:
-                    ended = "stop"
-                elif count == request.max_tokens:
-                    ended = "length"
-                timings["decode_ms"] = _since(decode_start)
-                yield token, logprobs, ended
-                if ended is not None:
-                    return
-                with self._lock:
-                    self._check_open()
-                    logits = self._runner.decode([(slot, token)])[slot.index]
-                    token, logprobs = request.sampler.sample(logits)
-        except ExecutorError:
-            slot.length = 0  # what lies in its cache may be what went wrong
-            raise
-        finally:
-            slot.busy = False
-
-    def _acquire(self, request: _Request) -> Slot:
-        """The free slot that remembers most of this prompt."""
-        keys = request.keys
-        with self._lock:
-            self._check_open()
-            free = [slot for slot in self._runner.slots if not slot.busy]
-            if not free:
-                raise BusyError(
-                    f"all {self._limits.slots} slots are in use; let an answer end first, or build "
-                    "with more --slots"
-                )
-            slot = max(free, key=lambda s: (s.common_prefix(keys), -s.length))
-            slot.busy = True
-            return slot
-
-    def _prefill(self, slot: Slot, request: _Request) -> NDArray[np.float32]:
-        """Images and prompt into the cache, from where it differs; logits of the last token."""
-        prompt, timings = request.prompt, request.timings
-        with self._lock:
-            self._check_open()
-            cached = min(slot.common_prefix(request.keys), len(prompt.ids) - 1)
-            for run in prompt.image_runs:
-                if run.start < cached < run.start + run.length:
-                    cached = run.start  # half a picture is no use: its rows come all at once
-            request.cached = cached
-            # From here on the slot remembers only what stays true if this fails.
-            slot.length = cached
-            start = time.perf_counter()
-            image_rows = np.zeros(len(prompt.ids), np.bool_)
-            for run in prompt.image_runs:
-                image_rows[run.start : run.start + run.length] = True
-                if run.start >= cached:
-                    picture, grid = request.pictures[run.image], prompt.grids[run.image]
-                    self._runner.encode_image(picture, grid, run.start)
-            timings["vision_ms"] = _since(start)
-            start = time.perf_counter()
-            logits = self._runner.prefill(
-                slot, prompt.ids, request.keys, prompt.positions, cached, image_rows
-            )
-            timings["prefill_ms"] = _since(start)
-            return logits.copy()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ExecutorError("this VLM is closed; open the bundle again")
-
-    def _finish(self, request: _Request, text: TextAssembly, last: Delta) -> Delta:
-        """The last delta, with the whole answer."""
-        assert last.finish_reason is not None
-        manifest = self.bundle.manifest
-        prompt_tokens = len(request.prompt.ids)
-        generation = Generation(
-            text=text.text,
-            token_ids=text.token_ids,
-            logprobs=text.logprobs,
-            finish_reason=last.finish_reason,
-            usage={
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": len(text.token_ids),
-                "image_tokens": request.prompt.image_tokens,
-                "cached_tokens": request.cached,
-                "images": [
-                    {"original": list(image.size), "used": list(picture.size), "tokens": run.length}
-                    for image, picture, run in zip(
-                        request.prompt.images,
-                        request.pictures,
-                        request.prompt.image_runs,
-                        strict=True,
-                    )
-                ],
-            },
-            timings={name: round(ms, 3) for name, ms in request.timings.items()},
-            memory={
-                "planned_bytes": manifest.plan.total_bytes,
-                "peak_rss_bytes": peak_rss_bytes(),
-                "allocations_after_start": self.allocations_after_start,
-            },
-        )
-        return dataclasses.replace(last, generation=generation)
+def _memory(planned: int, executor: Executor) -> dict[str, int]:
+    return {
+        "planned_bytes": planned,
+        "peak_rss_bytes": peak_rss_bytes(),
+        "allocations_after_start": executor.allocations_after_start,
+    }
 
 
 def peak_rss_bytes() -> int:

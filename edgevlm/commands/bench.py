@@ -31,7 +31,8 @@ WARM_UP_TOKENS = 4
 class TimedExecutor:
     """Passes everything on and adds up our own work between decode steps.
 
-    In CPU time of the calling thread, so that other programs on the machine do not count.
+    In CPU time of the calling thread, the scheduler's, so that other programs on the machine do
+    not count.
     """
 
     allocations_after_start = 0  # the one inside counts
@@ -50,13 +51,17 @@ class TimedExecutor:
         """Preparing input is our own work."""
         self._inner.write(name, array, start)
 
-    def run(self, phase: PhaseName, **dims: int) -> None:
+    def run(self, phase: PhaseName, *, stage: int | None = None, **dims: int) -> None:
         """What passed since the last call returned was ours."""
         if phase == "decode":
             self.decode_steps += 1
             self.python_seconds += time.thread_time() - self._left
-        self._inner.run(phase, **dims)
+        self._inner.run(phase, stage=stage, **dims)
         self._left = time.thread_time()
+
+    def copy(self, source: str, row: int, target: str, target_row: int, rows: int) -> None:
+        """Part of taking a prompt in."""
+        self._inner.copy(source, row, target, target_row, rows)
 
     def read(self, name: str) -> NDArray[Any]:
         """It may wait for the run: not ours."""

@@ -24,6 +24,7 @@ class Executor(Protocol):
     | position_ids | [max(chunk, slots)] rows of rope_cos | host |
     | write_indices | [slots] tokens already in each sequence's cache | host |
     | past_key_values.N.key, .value | [slots, kv_heads, max_seq_len, head_dim] | prefill, decode |
+    | vision_cache | [rows, hidden_size], where there is one | copy |
     | logits | [slots, vocab_size] float32 | prefill, decode |
 
     The last `slots` rows of inputs_embeds are decode's, so that it can run between two chunks of
@@ -40,8 +41,18 @@ class Executor(Protocol):
         """Copy rows into the tensor, from row `start` on. Raises ValueError beyond its end."""
         ...
 
-    def run(self, phase: PhaseName, **dims: int) -> None:
-        """Enqueue a phase with these dims. Raises ExecutorError."""
+    def run(self, phase: PhaseName, *, stage: int | None = None, **dims: int) -> None:
+        """Enqueue a phase with these dims, or one of its stages alone. Raises ExecutorError.
+
+        Stages of a picture are run in order; other phases may run between two of them.
+        """
+        ...
+
+    def copy(self, source: str, row: int, target: str, target_row: int, rows: int) -> None:
+        """Enqueue a copy of rows from one tensor to another whose rows are as wide.
+
+        Raises ValueError beyond the end of either.
+        """
         ...
 
     def read(self, name: str) -> NDArray[Any]:

@@ -26,7 +26,7 @@ GIB = 1 << 30
 SLACK = 4096  # bytes that the arena may waste here and there
 MAX_BINDINGS = 32  # a decode step reuses its binding; prefill chunks come in few shapes
 _REGISTERING = threading.Lock()  # ONNX Runtime keeps one registration for the whole process
-POOLS: tuple[PoolName, ...] = ("kv_cache", "io")  # largest first
+POOLS: tuple[PoolName, ...] = ("kv_cache", "io", "vision_cache")
 
 
 class HostExecutor:
@@ -41,7 +41,8 @@ class HostExecutor:
         self._closed = False
         plan = bundle.manifest.plan
         try:
-            pools = {name: self._take(plan.pool(name).bytes) for name in POOLS}
+            ours = sorted((p for p in plan.pools if p.name in POOLS), key=lambda p: -p.bytes)
+            pools = {pool.name: self._take(pool.bytes) for pool in ours}
             self._placements = {p.name: p for p in plan.placements}
             self._views = {p.name: _view(pools[p.pool], p) for p in plan.placements}
             files = [s.file for stages in bundle.manifest.phases.values() for s in stages]
@@ -74,8 +75,8 @@ class HostExecutor:
         if array.ctypes.data != target.ctypes.data:
             target[...] = array
 
-    def run(self, phase: PhaseName, **dims: int) -> None:
-        """Run every stage of a phase. Returns when it is done."""
+    def run(self, phase: PhaseName, *, stage: int | None = None, **dims: int) -> None:
+        """Run every stage of a phase, or one of them. Returns when it is done."""
         if self._closed:
             raise ExecutorError("this executor is closed; open the bundle again")
         key = (phase, *sorted(dims.items()))
@@ -88,10 +89,17 @@ class HostExecutor:
                 del self._bindings[next(iter(self._bindings))]
             self._bindings[key] = bindings
         try:
-            for session, binding in bindings:
+            for session, binding in bindings if stage is None else (bindings[stage],):
                 session.run_with_iobinding(binding)
         except Exception as error:  # as above: no common base class
             raise ExecutorError(f"ONNX Runtime failed in {phase} {dims}: {error}") from error
+
+    def copy(self, source: str, row: int, target: str, target_row: int, rows: int) -> None:
+        """Copy rows between tensors, at once."""
+        from_view, to_view = self._view(source), self._view(target)
+        _check_rows(source, rows, row, from_view)
+        _check_rows(target, rows, target_row, to_view)
+        to_view[target_row : target_row + rows] = from_view[row : row + rows]
 
     def read(self, name: str) -> NDArray[Any]:
         """The whole tensor; a view, valid until the next run."""

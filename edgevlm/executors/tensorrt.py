@@ -117,15 +117,30 @@ class TensorRTExecutor:
                 self._wait_for_vision()  # it may still be writing to these rows
             self._send(stream, placement, array, start)
 
-    def run(self, phase: PhaseName, **dims: int) -> None:
-        """Enqueue every stage of a phase."""
+    def run(self, phase: PhaseName, *, stage: int | None = None, **dims: int) -> None:
+        """Enqueue every stage of a phase, or one stage of the tower."""
         with self._lock:
             self._enter()
             key = (phase, *sorted(dims.items()))
             if phase == "vision":
-                self._run_vision(key, dims)
+                self._run_vision(key, dims, stage)
+            elif stage is not None:
+                raise ValueError(f"stages of {phase} run together, not stage {stage} alone")
             else:
                 self._run_text(phase, key, dims)
+
+    def copy(self, source: str, row: int, target: str, target_row: int, rows: int) -> None:
+        """Enqueue a copy on the device, in order with the tower and with what reads its rows."""
+        with self._lock:
+            self._enter()
+            where = self._placement(source, rows, row), self._placement(target, rows, target_row)
+            width = where[0].row_bytes
+            if where[1].row_bytes != width:
+                raise ValueError(f"rows of {source} and {target} are not equally wide")
+            self._begin_vision()
+            to = self._address(target) + target_row * width
+            self._vision.on_device(to, self._address(source) + row * width, rows * width)
+            self._vision_done.record(self._vision)
 
     def read(self, name: str) -> NDArray[Any]:
         """Wait, then the whole tensor; a view, valid until the next run."""
@@ -277,13 +292,19 @@ class TensorRTExecutor:
             return
         self._graphs[key] = self._closing(graph)
 
-    def _run_vision(self, key: Key, dims: dict[str, int]) -> None:
+    def _run_vision(self, key: Key, dims: dict[str, int], stage: int | None) -> None:
         bound = self._bound("vision", key, dims)
+        self._begin_vision()
+        self._enqueue("vision", bound, self._vision, stage)
+        self._vision_done.record(self._vision)
+
+    def _begin_vision(self) -> None:
+        """What follows on the vision stream comes after all that is enqueued on the other."""
+        if self._vision_pending:  # which has run nothing since the vision stream last waited
+            return
         self._compute_done.record(self._compute)
         self._vision.wait(self._compute_done)  # one scratch memory for both
         self._vision_pending = True
-        self._enqueue("vision", bound, self._vision)
-        self._vision_done.record(self._vision)
 
     def _run_text(self, phase: PhaseName, key: Key, dims: dict[str, int]) -> None:
         bound = self._bound(phase, key, dims)
@@ -299,13 +320,19 @@ class TensorRTExecutor:
             copy_new_cache(self._compute, self._cache_copies, dims, indices, phase)
         self._rows_to_read = max(self._rows_to_read, dims["batch_size"])
 
-    def _enqueue(self, phase: PhaseName, bound: Bound, stream: Stream) -> None:
-        for copy in bound.before:
-            stream.on_device(copy.to, copy.source, copy.bytes)
-        for stage, bindings in zip(self._phases[phase], bound.stages, strict=True):
-            self._engines[stage.file].enqueue(phase, bindings, stream)
-        for copy in bound.after:
-            stream.on_device(copy.to, copy.source, copy.bytes)
+    def _enqueue(
+        self, phase: PhaseName, bound: Bound, stream: Stream, only: int | None = None
+    ) -> None:
+        """Every stage, or one, with the copies that belong before the first and after the last."""
+        specs = self._phases[phase]
+        if only is None or only == 0:
+            for copy in bound.before:
+                stream.on_device(copy.to, copy.source, copy.bytes)
+        for i in range(len(specs)) if only is None else (only,):
+            self._engines[specs[i].file].enqueue(phase, bound.stages[i], stream)
+        if only is None or only == len(specs) - 1:
+            for copy in bound.after:
+                stream.on_device(copy.to, copy.source, copy.bytes)
 
     def _wait_for_vision(self) -> None:
         if self._vision_pending:

@@ -19,8 +19,8 @@ from edgevlm import cli
 from edgevlm.commands import arguments, chat, run
 from edgevlm.commands.plan_report import human_bytes
 from edgevlm.errors import BadImage, BundleError, PromptTooLong
+from edgevlm.generation import Delta, Generation
 from edgevlm.sampling import SamplingParams
-from edgevlm.vlm import Delta, Generation
 
 
 class ScriptedVLM:

@@ -230,17 +230,25 @@ def test_the_largest_pictures_fit_the_plan(vlm: VLM) -> None:
         assert tokens(vlm, QUESTION, [picture(*size)], 2)
 
 
-def test_logits_that_are_not_finite_end_the_answer_and_not_the_slot(tiny: TinyModels) -> None:
+def test_logits_that_are_not_finite_end_the_answer_and_not_the_slot(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with fresh(tiny) as vlm:
         expected = tokens(vlm, QUESTION, [])
+        decode = vlm._runner.decode
+
+        def broken(steps: object) -> dict[int, np.ndarray]:
+            vlm._executor.read("past_key_values.0.key")[...] = np.nan
+            return decode(steps)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(vlm._runner, "decode", broken)
         stream = vlm.stream(QUESTION, params=GREEDY)
         next(stream)
-        cache = vlm._executor.read("past_key_values.0.key")
-        cache[...] = np.nan
-        with pytest.raises(ExecutorError):
-            for _ in stream:
-                pass
+        with pytest.raises(ExecutorError, match="not finite"):
+            next(stream)
         assert not any(slot.busy for slot in vlm._runner.slots)
+        monkeypatch.undo()
+        vlm._executor.read("past_key_values.0.key")[...] = 0
         assert tokens(vlm, QUESTION, []) == expected
 
 
