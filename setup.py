@@ -38,6 +38,7 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["edgevlm", "edgevlm.*", "builders", "builders.*"]),
     package_data={
+        "edgevlm.page": ["index.html"],
         "builders.demo": ["checkpoint/*", "pictures/*", "pictures.json"],
     },
     install_requires=RUNTIME,

@@ -39,7 +39,7 @@ FLOORS = (
     ("runner",),
     ("request_queue", "scheduler"),
     ("vlm", "verify"),
-    ("commands", "cli"),
+    ("page", "commands", "cli"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 VENDOR = {"onnxruntime", "tensorrt", "tensorrt_rtx", "cuda"}
