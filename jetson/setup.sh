@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Makes edgevlm run on a Jetson: TensorRT for Python from apt, a virtual environment, edgevlm from
-# this checkout. It changes nothing else; it may be run again. docs/jetson.md tells the whole way.
+# this checkout; with --service a systemd unit. It changes nothing else; it may be run again.
+# docs/jetson.md tells the whole way.
 set -euo pipefail
 
 usage() {
   cat <<'END'
-usage: jetson/setup.sh [--venv DIR] [--yes] [--dry-run] [--root DIR]
+usage: jetson/setup.sh [--venv DIR] [--service BUNDLE] [--yes] [--dry-run] [--root DIR]
 
-Run it as yourself: it calls sudo for apt, and for nothing else.
+Run it as yourself: it calls sudo for apt and for the service, and for nothing else.
 
-  --venv DIR  where the virtual environment goes (default: ~/edgevlm-venv)
-  --yes       do not ask
-  --dry-run   print what would be done, and do nothing
-  --root DIR  read another machine's files; for tests
+  --venv DIR        where the virtual environment goes (default: ~/edgevlm-venv)
+  --service BUNDLE  serve this bundle from every start of the machine on, as your user
+  --yes             do not ask
+  --dry-run         print what would be done, and do nothing
+  --root DIR        read another machine's files; for tests
 END
 }
 
@@ -21,12 +23,16 @@ refuse() {
   exit "${2:-1}"
 }
 
-root='' venv="${HOME:-/root}/edgevlm-venv" yes=false dry_run=false
+root='' venv="${HOME:-/root}/edgevlm-venv" bundle='' yes=false dry_run=false
 while [ $# -gt 0 ]; do
   case $1 in
-    --venv | --root)
+    --venv | --service | --root)
       [ -n "${2:-}" ] || refuse "$1 needs a directory" 2
-      if [ "$1" = --venv ]; then venv=$2; else root=${2%/}; fi
+      case $1 in
+        --venv) venv=$2 ;;
+        --service) bundle=$2 ;;
+        --root) root=${2%/} ;;
+      esac
       shift
       ;;
     --yes) yes=true ;;
@@ -111,6 +117,30 @@ if [ -e "$venv" ]; then
   [ -x "$venv/bin/python" ] || refuse "$venv has no working bin/python: remove it and run this again"
 fi
 
+# --- the service --------------------------------------------------------------------------------
+
+unit="$root/etc/systemd/system/edgevlm.service" conf="$root/etc/edgevlm.conf"
+if [ -n "$bundle" ]; then
+  [ -f "$bundle/bundle.json" ] || refuse "$bundle is no bundle: there is no bundle.json in it; edgevlm build makes one"
+  bundle=$(cd -- "$bundle" && pwd)
+  if [ -r "$conf" ] && ! grep -qxF "BUNDLE=$bundle" "$conf"; then
+    refuse "$conf is there and serves another bundle: change its line BUNDLE=, then sudo systemctl restart edgevlm"
+  fi
+  # systemd splits and expands words; what it would leave alone is all that is taken.
+  for path in "$bundle" "$venv"; do
+    case $path in
+      /*) ;;
+      *) refuse "systemd needs a whole path, and $path is none: begin it with /" ;;
+    esac
+    case $path in *[!A-Za-z0-9._/+@-]*) refuse "systemd would misread the path $path: use letters, digits and . _ + @ -" ;; esac
+  done
+fi
+
+# The unit of this checkout with the user and the environment of this machine.
+fill_unit() {
+  sed -e "s|^User=.*|User=$(id -un)|" -e "s|^ExecStart=[^ ]*|ExecStart=$venv/bin/edgevlm|" "$checkout/jetson/edgevlm.service"
+}
+
 # --- what is done about it ----------------------------------------------------------------------
 
 if [ -z "$root" ] && [ -n "${SUDO_USER:-}" ]; then
@@ -135,7 +165,21 @@ steps() {
     run "$interpreter" -m venv --system-site-packages "$venv"
   fi
   # cuda-bindings and its bounds stand in setup.py; TensorRT never comes from pip on a Jetson.
-  run "$venv/bin/python" -m pip --disable-pip-version-check install --editable "${checkout}[$extra]"
+  run "$venv/bin/python" -m pip --disable-pip-version-check install --editable "${checkout}[$extra${bundle:+,server}]"
+}
+
+install_service() {
+  local filled
+  filled=$(mktemp -d)
+  fill_unit >"$filled/edgevlm.service"
+  printf 'BUNDLE=%s\nOPTIONS=\n' "$bundle" >"$filled/edgevlm.conf"
+  run ${as_root[@]+"${as_root[@]}"} install -m 644 "$filled/edgevlm.service" "$unit"
+  # A second run keeps what its owner wrote there.
+  [ -e "$conf" ] || run ${as_root[@]+"${as_root[@]}"} install -m 644 "$filled/edgevlm.conf" "$conf"
+  rm -r "$filled"
+  run ${as_root[@]+"${as_root[@]}"} systemctl daemon-reload
+  run ${as_root[@]+"${as_root[@]}"} systemctl enable edgevlm.service
+  run ${as_root[@]+"${as_root[@]}"} systemctl restart edgevlm.service
 }
 
 model=unknown
@@ -157,11 +201,16 @@ fi
 if ! $dry_run && [ ${#packages[@]} -gt 0 ]; then
   own_tools ${as_root[@]+"${as_root[@]}"} apt-get
 fi
+if ! $dry_run && [ -n "$bundle" ]; then own_tools ${as_root[@]+"${as_root[@]}"} systemctl; fi
 steps
 
 doctor=("$venv/bin/edgevlm" doctor)
 if [ -n "$root" ]; then doctor+=(--root "$root"); fi
 status=0
 run "${doctor[@]}" || status=$?
+if [ -n "$bundle" ]; then
+  [ "$status" -eq 0 ] || refuse 'the service was left out, because doctor found something: mend that, and run this again'
+  install_service
+fi
 if ! $dry_run; then printf 'from now on: source %q\n' "$venv/bin/activate"; fi
 exit "$status"

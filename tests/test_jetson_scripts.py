@@ -73,7 +73,7 @@ class Board:
         for name, does in TOOLS.items():
             note = f'echo "{name} $*" >> "$R/calls.txt"'
             if name in ("id", "systemctl"):  # questions are not calls
-                note = f"case ${{1:-}} in cat | is-enabled | -u) ;; *) {note} ;; esac"
+                note = f"case ${{1:-}} in cat | is-enabled | -u | -un) ;; *) {note} ;; esac"
             self.tool(name, f"#!/bin/bash\n{note}\n{does}\n")
         for version in ("3.10", "3.12"):
             self.tool(f"python{version}", VENV.replace("VERSION", version))
@@ -163,6 +163,67 @@ def test_setup_ends_as_doctor_does(nano: Board) -> None:
     status, text = nano.setup("--yes")
     assert status == 1, text
     assert nano.calls()[-1] == "venv edgevlm doctor --root R"
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    path = tmp_path / "bundle"
+    path.mkdir()
+    (path / "bundle.json").touch()
+    return path
+
+
+def test_setup_installs_the_service_last(nano: Board, bundle: Path) -> None:
+    status, text = nano.setup("--yes", "--service", str(bundle))
+    assert status == 0, text
+    calls = nano.calls()
+    assert any(call.endswith("--editable CHECKOUT[jetson6,server]") for call in calls)
+    after = calls[calls.index("venv edgevlm doctor --root R") + 1 :]
+    assert [call for call in after if call.startswith("systemctl")] == [
+        "systemctl daemon-reload",
+        "systemctl enable edgevlm.service",
+        "systemctl restart edgevlm.service",
+    ]
+    unit = (nano.root / "etc/systemd/system/edgevlm.service").read_text().splitlines()
+    assert f"ExecStart={nano.venv}/bin/edgevlm serve ${{BUNDLE}} $OPTIONS" in unit
+    assert "User=1000" in unit, "who id says ran it"
+    conf = nano.root / "etc/edgevlm.conf"
+    assert conf.read_text() == f"BUNDLE={bundle}\nOPTIONS=\n"
+    # Again: what its owner wrote there stays.
+    conf.write_text(f"BUNDLE={bundle}\nOPTIONS=--port 9000\n")
+    assert nano.setup("--yes", "--service", str(bundle))[0] == 0
+    assert "OPTIONS=--port 9000" in conf.read_text()
+
+
+def test_setup_leaves_the_service_out_when_doctor_found_something(
+    nano: Board, bundle: Path
+) -> None:
+    (nano.root / "sick").touch()
+    status, text = nano.setup("--yes", "--service", str(bundle))
+    assert status == 1
+    assert text.splitlines()[-1].startswith("error: the service was left out")
+    assert nano.calls()[-1] == "venv edgevlm doctor --root R"
+
+
+@pytest.mark.parametrize("case", ["no bundle", "odd path", "other bundle"])
+def test_setup_refuses_a_service_that_could_not_start(
+    case: str, nano: Board, bundle: Path, tmp_path: Path
+) -> None:
+    says = {
+        "no bundle": "is no bundle",
+        "odd path": "misread",
+        "other bundle": "another",
+    }
+    if case == "no bundle":
+        (bundle / "bundle.json").unlink()
+    elif case == "odd path":
+        bundle = bundle.rename(tmp_path / "a $HOME bundle")
+    else:
+        (nano.root / "etc/edgevlm.conf").write_text("BUNDLE=/elsewhere\n")
+    before = nano.files()
+    status, said = nano.setup("--yes", "--service", str(bundle))
+    assert (status, nano.calls(), nano.files()) == (1, [], before)
+    assert says[case] in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

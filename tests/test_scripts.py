@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,13 +39,25 @@ def test_shell_scripts_are_clean(script: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_units_are_clean() -> None:
-    if not UNITS:
-        pytest.skip("no systemd unit yet: it comes with `edgevlm serve`")
-    done = subprocess.run(
-        [tool("systemd-analyze"), "verify", *map(str, UNITS)], capture_output=True, text=True
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_units_are_clean(unit: Path, tmp_path: Path) -> None:
+    """systemd's own check, over a program that is there in place of ours."""
+    text, count = re.subn(
+        "(?m)^ExecStart=/[^ ]+", "ExecStart=/bin/true", unit.read_text(encoding="utf-8")
     )
-    assert done.returncode == 0, done.stderr
+    assert count == 1
+    copy = tmp_path / unit.name
+    copy.write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [tool("systemd-analyze"), "verify", str(copy)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LC_ALL": "C"},
+    )
+    # It warns with status 0, and speaks of this machine's other units as well.
+    assert not [line for line in done.stderr.splitlines() if unit.name in line]
+    if done.returncode != 0:
+        pytest.skip(f"systemd-analyze cannot work here: {done.stderr.strip()}")
 
 
 @pytest.fixture
