@@ -27,12 +27,13 @@ class StreamedExecutor(HostExecutor):
         self._kept: dict[str, int] = {}
         super().__init__(bundle, threads, touch=False)
 
-    def run(self, phase: PhaseName, **dims: int) -> None:
-        """Run every stage of a phase, loading those that are not there."""
+    def run(self, phase: PhaseName, *, stage: int | None = None, **dims: int) -> None:
+        """Run every stage of a phase, or one of them, loading those that are not there."""
         try:
-            for stage in self._phases[phase]:
-                self._load_stage(stage.file)
-                session, binding = self._bind(stage, dims)
+            stages = self._phases[phase]
+            for spec in stages if stage is None else (stages[stage],):
+                self._load_stage(spec.file)
+                session, binding = self._bind(spec, dims)
                 session.run_with_iobinding(binding)
                 del session, binding
         except Exception as error:  # ONNX Runtime raises classes of its own, one per status
