@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -41,6 +42,14 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: on odd messages it may raise anything
             text = str(error) or type(error).__name__
             raise BadParameter(f"the chat template refuses these messages: {text}") from None
+
+
+def template_variables(source: str) -> set[str]:
+    """What a chat template asks for from outside: `messages`, `tools`, ... Raises BundleError."""
+    try:
+        return jinja2.meta.find_undeclared_variables(_environment().parse(source))
+    except jinja2.TemplateError as error:
+        raise BundleError(f"the bundle's chat template does not compile: {error}") from None
 
 
 class _Generation(jinja2.ext.Extension):

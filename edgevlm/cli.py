@@ -69,6 +69,11 @@ COMMANDS = {
         "edgevlm.commands.arguments:chat",
         "edgevlm.commands.chat:execute",
     ),
+    "serve": Command(
+        "put a bundle behind OpenAI's API",
+        "edgevlm.commands.arguments:serve",
+        "edgevlm.commands.serve:execute",
+    ),
     "inspect": Command(
         "show a bundle's memory plan, limits and build report",
         "edgevlm.commands.arguments:inspect",
@@ -166,7 +171,8 @@ def _load(place: str) -> Any:
             ) from error
         raise EdgeVLMError(
             f"this command needs the Python package {missing!r}, which is not installed; "
-            "install edgevlm with the extra [host] to run bundles, [build] to make them"
+            "install edgevlm with the extra [host] to run bundles, [server] to serve them, "
+            "[build] to make them"
         ) from error
 
 

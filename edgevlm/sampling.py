@@ -34,6 +34,7 @@ class SamplingParams:
     | repetition_penalty | over prompt and output (image tokens never); 1: off          |
     | presence_penalty   | over the output, once per different token; -2 to 2           |
     | frequency_penalty  | over the output, once per occurrence; -2 to 2                |
+    | logit_bias         | (token id, what is added to its logit: -100 to 100), ...     |
     | seed               | any integer, taken modulo 2^64; None: different each time    |
     | max_tokens         | None: as many as fit                                         |
     | logprobs           | how many alternatives to report (0-20); None: no logprobs    |
@@ -51,6 +52,7 @@ class SamplingParams:
     max_tokens: int | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0, None)
@@ -59,6 +61,9 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, 0, None, above=True)
         _check_number("presence_penalty", self.presence_penalty, -2, 2)
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        for token, bias in self.logit_bias:
+            _check_int("logit_bias", token, 0, None)
+            _check_number(f"logit_bias of token {token}", bias, -100, 100)
         _check_int("top_k", self.top_k, 0, None)
         _check_int("seed", self.seed, None, None)
         _check_int("max_tokens", self.max_tokens, 1, None)
@@ -157,6 +162,14 @@ class Sampler:
         self._presence = float(p.presence_penalty or 0.0)
         self._frequency = float(p.frequency_penalty or 0.0)
         self._penalises = (self._repetition, self._presence, self._frequency) != (1.0, 0.0, 0.0)
+        biased = dict(p.logit_bias)
+        self._biased = np.array(list(biased), np.int64)
+        self._bias = np.array(list(biased.values()), np.float32)
+        if len(biased) and int(self._biased.max()) >= vocab_size:
+            raise BadParameter(
+                f"logit_bias has token {int(self._biased.max())}; this model has {vocab_size:,}, "
+                "counted from 0"
+            )
         self._image_token = image_token
         self._seen: set[int] = set()
         self._counts: dict[int, int] = {}
@@ -176,7 +189,7 @@ class Sampler:
         or where a constraint leaves nothing.
         """
         raw: F32 = logits[: self._vocab_size].astype(np.float32, copy=False)
-        scores = self._penalised(raw) if self._penalises else raw
+        scores = self._penalised(raw) if self._penalises or len(self._bias) else raw
         best = int(scores.argmax())
         # argmax stops at the first NaN and finds +inf, so its value alone tells about the whole
         # row.
@@ -202,6 +215,7 @@ class Sampler:
 
     def _penalised(self, raw: F32) -> F32:
         scores = raw.copy()
+        scores[self._biased] += self._bias
         if self._repetition != 1.0 and self._seen:
             ids = np.fromiter(self._seen, np.int64, len(self._seen))
             picked = scores[ids]

@@ -4,10 +4,12 @@ Knows which strings are control tokens, so that a user's text never becomes one;
 templates.
 """
 
+import json
 import re
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -37,6 +39,7 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder()
         control = {i: t for i, t in added.items() if t.special or i in protected}
         self.control_tokens: dict[str, int] = {t.content: i for i, t in control.items()}
+        self.added_tokens: dict[int, str] = {i: t.content for i, t in added.items()}
         self.control_pattern = _any_of(self.control_tokens)
         self._not_special = _any_of([t.content for t in control.values() if not t.special])
         # Not `max(get_vocab().values())`: that builds a dict of 150,000 strings. Only added ids
@@ -87,11 +90,26 @@ class Tokenizer:
         """The id of one token, or None."""
         return self._inner.token_to_id(token)
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """One token as its vocabulary writes it (bytes as letters, spaces as marks), or None."""
+        return self._inner.id_to_token(token_id)
+
+    @property
+    def decoder_kinds(self) -> list[str]:
+        """What turns such words into text: `type` of each part of the decoder, outermost first."""
+        decoder = self._inner.decoder
+        return [] if decoder is None else _kinds(json.loads(decoder.__getstate__()))
+
     def token_text(self, token_id: int) -> str:
         """One token as text, control tokens too (for logprobs); "" where the id is unknown."""
         if not 0 <= token_id < self.vocab_size:
             return ""
         return self._inner.decode([token_id], skip_special_tokens=False)
+
+
+def _kinds(decoder: dict[str, Any]) -> list[str]:
+    inner = decoder.get("decoders", [])
+    return [str(decoder.get("type")), *(kind for each in inner for kind in _kinds(each))]
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -22,7 +22,7 @@ from edgevlm.device import Machine
 from edgevlm.errors import BadParameter, Cancelled, ExecutorError, PromptTooLong, TooManyImages
 from edgevlm.executors.base import Executor
 from edgevlm.generation import Generation, TextAssembly
-from edgevlm.images import ImageSource, decode, image_digest
+from edgevlm.images import ImageSource, OpenImage, decode, image_digest
 from edgevlm.preprocess import resize_image
 from edgevlm.prompt import Messages, Prompt, PromptBuilder
 from edgevlm.request import Request
@@ -122,7 +122,7 @@ class VLM:
     def prepare(
         self,
         prompt: str | Messages,
-        images: Sequence[ImageSource] = (),
+        images: Sequence["ImageSource | OpenImage"] = (),
         params: SamplingParams | None = None,
         *,
         variables: Mapping[str, Any] | None = None,
@@ -190,6 +190,11 @@ class VLM:
     def stats(self) -> Stats:
         """What was done since the start, and what is being done now."""
         return self._scheduler.stats()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's: text to ids and back."""
+        return self._tokenizer
 
     @property
     def allocations_after_start(self) -> int:

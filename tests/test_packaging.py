@@ -65,7 +65,8 @@ def needed(folder: str) -> dict[str, set[str]]:
 
 
 def test_the_runtime_needs_what_setup_says(metadata: dict[str, Any]) -> None:
-    installed = names(metadata["install_requires"]) | names(metadata["extras_require"]["host"])
+    extras = metadata["extras_require"]
+    installed = names([*metadata["install_requires"], *extras["host"], *extras["server"]])
     for path, wanted in needed("edgevlm").items():
         assert wanted <= installed, path
     every = set().union(*needed("edgevlm").values())
@@ -81,7 +82,7 @@ def test_the_builders_need_what_setup_says(metadata: dict[str, Any]) -> None:
 
 def test_dev_has_everything_but_torch(metadata: dict[str, Any]) -> None:
     extras = metadata["extras_require"]
-    for extra in ("host", "build", "rtx"):
+    for extra in ("host", "build", "server", "rtx"):
         assert set(extras[extra]) <= set(extras["dev"])
     for requirements in (metadata["install_requires"], *extras.values()):
         assert "torch" not in names(requirements)

@@ -15,7 +15,12 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """What was asked for; everything else is left to the bundle. Raises BadParameter."""
     given = {name: getattr(args, name) for name, *_ in SAMPLING}
     given = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**given, stop=tuple(args.stop or ()), ignore_eos=args.ignore_eos)
+    return SamplingParams(
+        **given,
+        stop=tuple(args.stop or ()),
+        ignore_eos=args.ignore_eos,
+        logit_bias=tuple(args.logit_bias or ()),
+    )
 
 
 def conversation(system: str | None) -> list[dict[str, Any]]:

@@ -193,6 +193,22 @@ def test_a_penalty_of_one_changes_nothing_and_never_writes_the_callers_logits() 
     assert np.array_equal(row, before)
 
 
+def test_a_bias_is_added_before_everything_else() -> None:
+    row = np.array([1.0, 2.0, 3.0, 0.0], np.float32)
+    chosen, logprobs = sampler(4, logit_bias=((3, 3.5), (2, -100.0)), logprobs=1).sample(row)
+    assert chosen == 3  # 0 + 3.5 beats 2
+    assert logprobs is not None and logprobs.top[0][0] == 2  # the model's own, without it
+    # As transformers: the repetition penalty sees what the bias made of a logit.
+    penalised = sampler(4, prompt=[3], logit_bias=((3, 3.5),), repetition_penalty=2.0)
+    assert penalised.sample(row)[0] == 2  # 3.5 / 2 < 3
+    assert row.tolist() == [1.0, 2.0, 3.0, 0.0]
+    with pytest.raises(BadParameter, match="logit_bias has token 4; this model has 4"):
+        sampler(4, logit_bias=((4, 1.0),))
+    for token, bias in ((-1, 0.0), ("1", 0.0), (1, 101), (1, math.nan), (1, -100.5)):
+        with pytest.raises(BadParameter, match="^logit_bias"):
+            sampler(4, logit_bias=((token, bias),))
+
+
 def test_image_tokens_are_never_penalised() -> None:
     row = np.array([1.0, 5.0, 4.9], np.float32)
     one = sampler(3, prompt=[1] * 900, image=1, repetition_penalty=2.0, presence_penalty=2)
