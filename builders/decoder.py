@@ -2,7 +2,7 @@
 
 | tensor | shape |
 |---|---|
-| inputs_embeds, hidden_states.N | [B, S, hidden_size] |
+| inputs_embeds, deepstack.N, hidden_states.N | [B, S, hidden_size] |
 | qkv | [B, S, (heads + 2 kv_heads) * head_dim] |
 | gate_up | [B, S, 2 * intermediate_size] |
 | logits | [B, 1, vocab_size] float32, of the last position |
@@ -206,7 +206,10 @@ def _layer(
     y = lowering.linear(g, f"{path}/mlp/gate_up_proj", normed, matrix)
     y = lowering.gated(g, f"{path}/mlp", y, text.intermediate_size, "silu")
     matrix = weights.matrix(g, f"{at}.mlp.down_proj.weight")
-    return hidden, lowering.linear(g, f"{path}/mlp/down_proj", y, matrix)
+    y = lowering.linear(g, f"{path}/mlp/down_proj", y, matrix)
+    if layer < text.deepstack:  # zero in the rows of text
+        y = g.node("Add", [y, f"deepstack.{layer}"], f"{path}/deepstack")
+    return hidden, y
 
 
 def _head(g: Graph, lowering: Lowering, weights: _Weights, hidden: str, branch: str | None) -> None:

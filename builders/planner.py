@@ -152,8 +152,10 @@ def vision_stage_plans(model: ModelConfig, limit: int = STAGE_BYTES) -> tuple[St
     blocks = [0] * model.vision.depth
     for name, shape in vision.items():
         block = int(name.split(".")[2]) if name.startswith("visual.blocks.") else -1
-        if name.startswith("visual.patch_embed"):
+        if name.startswith(("visual.patch_embed", "visual.pos_embed")):
             block = 0
+        elif name.startswith("visual.deepstack"):
+            block = model.vision.deepstack_visual_indexes[int(name.split(".")[2])]
         blocks[block] += _elements([shape]) * 2
     return plan_stages(blocks, 0, limit)
 

@@ -17,6 +17,12 @@ from edgevlm.config import ModelConfig
 from edgevlm.errors import UnsupportedCheckpoint
 
 QWEN2_VL_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 16384 * 28 * 28}  # as both hub files say
+QWEN3_VL_IMAGES = {  # as its hub files say
+    "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+    "patch_size": 16,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 MROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
 
 
@@ -122,6 +128,35 @@ def _qwen2_5_vl(hub: str, parameters: int, decoder: dict[str, Any]) -> Preset:
     return Preset(f"huggingface.co/{hub}", config | decoder, parameters, 7_030_000, QWEN2_VL_PIXELS)
 
 
+def _qwen3_vl(
+    hub: str, parameters: int, tower: tuple[int, int, int, list[int]], decoder: dict[str, Any]
+) -> Preset:
+    """`tower`: depth, hidden_size, intermediate_size, deepstack_visual_indexes."""
+    depth, width, intermediate, deepstack = tower
+    text = {
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5e6,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+        "eos_token_id": 151645,
+    }
+    config = {
+        "model_type": "qwen3_vl",
+        "tie_word_embeddings": decoder["tie_word_embeddings"],
+        "text_config": text | decoder,
+        "vision_config": {
+            "depth": depth,
+            "hidden_size": width,
+            "intermediate_size": intermediate,
+            "num_heads": 16,
+            "out_hidden_size": decoder["hidden_size"],
+            "deepstack_visual_indexes": deepstack,
+            "num_position_embeddings": 2304,
+        },
+    }
+    return Preset(f"huggingface.co/{hub}", config, parameters, 11_420_000, QWEN3_VL_IMAGES)
+
+
 def _smollm2(hub: str, parameters: int, theta: float, decoder: dict[str, Any]) -> Preset:
     config = {"model_type": "llama", "rope_theta": theta, "rms_norm_eps": 1e-5, "eos_token_id": 2}
     return Preset(f"huggingface.co/{hub}", config | decoder, parameters, 2_100_000)
@@ -165,6 +200,24 @@ PRESETS: dict[str, Preset] = {
         "Qwen/Qwen2.5-VL-7B-Instruct",
         8_292_166_656,
         _decoder((3584, 18944, 28, 28, 4), 152064, 128000, False),
+    ),
+    "qwen3-vl-2b": _qwen3_vl(
+        "Qwen/Qwen3-VL-2B-Instruct",
+        2_127_532_032,
+        (24, 1024, 4096, [5, 11, 17]),
+        _decoder((2048, 6144, 28, 16, 8), 151936, 262144, True),
+    ),
+    "qwen3-vl-4b": _qwen3_vl(
+        "Qwen/Qwen3-VL-4B-Instruct",
+        4_437_815_808,
+        (24, 1024, 4096, [5, 11, 17]),
+        _decoder((2560, 9728, 36, 32, 8), 151936, 262144, True),
+    ),
+    "qwen3-vl-8b": _qwen3_vl(
+        "Qwen/Qwen3-VL-8B-Instruct",
+        8_767_123_696,
+        (27, 1152, 4304, [8, 16, 24]),
+        _decoder((4096, 12288, 36, 32, 8), 151936, 262144, False),
     ),
     "qwen2.5-0.5b": _qwen2(
         "Qwen/Qwen2.5-0.5B-Instruct",
@@ -238,7 +291,7 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 # Beginnings of names that people will ask for, and whose families have no file yet.
-NOT_YET = ("internvl2", "minicpm-v", "qwen3-vl", "smolvlm")
+NOT_YET = ("internvl2", "minicpm-v", "smolvlm")
 
 
 def find_model(name: str) -> NamedModel:

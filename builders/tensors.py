@@ -9,10 +9,12 @@ batch_size, sequence_length, row, slot (prefill, decode).
 
 from dataclasses import dataclass
 
-from edgevlm.bundle import TensorSpec
+from edgevlm.bundle import IMAGE_ROW, TensorSpec
 from edgevlm.config import Limits, ModelConfig, TextConfig, VisionConfig
 from edgevlm.memory_plan import DType
 from edgevlm.preprocess import max_patches
+
+POSITION_TAPS = 4  # rows of the learned table that make a patch's position
 
 TensorShape = tuple[str, DType, tuple[int, ...]]
 
@@ -55,32 +57,34 @@ def vision_interface(vision: VisionConfig, dtype: DType) -> Interface:
             TensorSpec("window_mask", "bool", ("num_windows", size), "window_mask"),
             TensorSpec("window_position", "int64", ("num_patches",), "window_position"),
         ]
-    features = TensorSpec(
-        "image_features",
-        dtype,
-        ("num_image_tokens", vision.out_hidden_size),
-        "inputs_embeds",
-        "image_row",
-    )
-    return Interface(tuple(inputs), (features,))
+    if vision.num_position_embeddings is not None:
+        taps = ("num_patches", POSITION_TAPS)
+        inputs += [
+            TensorSpec("pos_embed_index", "int64", taps, "pos_embed_index"),
+            TensorSpec("pos_embed_weight", dtype, taps, "pos_embed_weight"),
+        ]
+    shape = ("num_image_tokens", vision.out_hidden_size)
+    features = [TensorSpec("image_features", dtype, shape, "inputs_embeds", IMAGE_ROW)]
+    for n in range(len(vision.deepstack_visual_indexes)):
+        name, place = f"deepstack_features.{n}", f"deepstack.{n}"
+        features.append(TensorSpec(name, dtype, shape, place, IMAGE_ROW))
+    return Interface(tuple(inputs), tuple(features))
 
 
 def text_interface(text: TextConfig, limits: Limits, dtype: DType) -> Interface:
     """Tensors of the language model's graph, the same for prefill and decode."""
     rope = (rope_rows(text, limits), text.head_dim // 2)
+    rows = ("batch_size", "sequence_length", text.hidden_size)
     inputs = [
-        TensorSpec(
-            "inputs_embeds",
-            dtype,
-            ("batch_size", "sequence_length", text.hidden_size),
-            "inputs_embeds",
-            "row",
-        ),
+        TensorSpec("inputs_embeds", dtype, rows, "inputs_embeds", "row"),
         TensorSpec("rope_cos", dtype, rope, "rope_cos"),
         TensorSpec("rope_sin", dtype, rope, "rope_sin"),
         TensorSpec("position_ids", "int64", ("batch_size", "sequence_length"), "position_ids"),
         TensorSpec("write_indices", "int64", ("batch_size",), "write_indices"),
     ]
+    for layer in range(text.deepstack):
+        name = f"deepstack.{layer}"
+        inputs.append(TensorSpec(name, dtype, rows, name, "row"))
     cache = ("batch_size", text.num_key_value_heads, limits.max_seq_len, text.head_dim)
     outputs = [TensorSpec("logits", "float32", ("batch_size", 1, text.vocab_size), "logits")]
     for layer in range(text.num_hidden_layers):
@@ -136,7 +140,10 @@ def io_shapes(
     text = model.text
     rope = (rope_rows(text, limits), text.head_dim // 2)
     shapes: list[TensorShape] = [
-        ("inputs_embeds", dtype, (limits.max_seq_len + limits.slots, text.hidden_size)),
+        *(
+            (name, dtype, (limits.max_seq_len + limits.slots, text.hidden_size))
+            for name in ("inputs_embeds", *(f"deepstack.{n}" for n in range(text.deepstack)))
+        ),
         ("rope_cos", dtype, rope),
         ("rope_sin", dtype, rope),
         ("position_ids", "int64", (max(limits.max_prefill_chunk, limits.slots),)),
@@ -151,6 +158,11 @@ def io_shapes(
             ("vision_cos", dtype, (patches, half)),
             ("vision_sin", dtype, (patches, half)),
         ]
+        if model.vision.num_position_embeddings is not None:
+            shapes += [
+                ("pos_embed_index", "int64", (patches, POSITION_TAPS)),
+                ("pos_embed_weight", dtype, (patches, POSITION_TAPS)),
+            ]
         if model.vision.window_size is not None:
             size = patches_per_window(model.vision)
             shapes += [

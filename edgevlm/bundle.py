@@ -24,6 +24,8 @@ LLM_GRAPH = "llm.onnx"
 REFERENCE = "reference.npz"
 TIMING_CACHE = "timing.cache"
 
+IMAGE_ROW = "image_row"  # the dim that says where a picture's rows begin
+
 PhaseName = Literal["vision", "prefill", "decode"]
 PHASES: tuple[PhaseName, ...] = ("vision", "prefill", "decode")
 
@@ -111,6 +113,12 @@ class Manifest:
     files: dict[str, FileRecord]
     built_on: BuiltOn | None = None
     pending: Pending | None = None
+
+    @property
+    def feature_placements(self) -> tuple[str, ...]:
+        """Where a picture's features go, row for row: "inputs_embeds", and "deepstack.N"."""
+        specs = (spec for stage in self.phases.get("vision", ()) for spec in stage.outputs)
+        return tuple(spec.placement for spec in specs if spec.start == IMAGE_ROW)
 
     @property
     def limits(self) -> Limits:

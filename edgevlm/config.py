@@ -9,9 +9,9 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-PositionScheme = Literal["plain", "mrope"]
+PositionScheme = Literal["plain", "mrope", "mrope_interleaved"]
 ImageScheme = Literal["smart_resize"]
-HiddenAct = Literal["silu", "quick_gelu", "gelu"]
+HiddenAct = Literal["silu", "quick_gelu", "gelu", "gelu_pytorch_tanh"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of the text model; `mrope_section` is set exactly for scheme "mrope"."""
+    """Rotary embedding of the text model; `mrope_section` is set where the scheme is not plain."""
 
     theta: float
     scheme: PositionScheme = "plain"
@@ -39,7 +39,8 @@ class TextConfig:
     """The decoder.
 
     `attention_bias`: q, k and v carry a bias (Qwen2). `qk_norm`: an RMSNorm over each head of q
-    and k before they are rotated (Qwen3).
+    and k before they are rotated (Qwen3). `deepstack`: after each of so many first layers, features
+    of the tower are added to the hidden states of image rows (Qwen3-VL).
     """
 
     model_type: str
@@ -56,11 +57,17 @@ class TextConfig:
     attention_bias: bool
     max_position_embeddings: int
     qk_norm: bool = False
+    deepstack: int = 0
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The vision tower. `window_size` (pixels): None where every layer sees the whole image."""
+    """The vision tower. `window_size` (pixels): None where every layer sees the whole image.
+
+    `num_position_embeddings`: a square table of learned positions, interpolated to each picture's
+    grid; None where there is none. `deepstack_visual_indexes`: blocks whose output goes to the
+    decoder too, as `deepstack_features.N`.
+    """
 
     model_type: str
     depth: int
@@ -75,6 +82,8 @@ class VisionConfig:
     spatial_merge_size: int
     window_size: int | None = None
     fullatt_block_indexes: tuple[int, ...] = ()
+    num_position_embeddings: int | None = None
+    deepstack_visual_indexes: tuple[int, ...] = ()
 
     @property
     def head_dim(self) -> int:

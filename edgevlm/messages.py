@@ -124,6 +124,10 @@ def _part(part: Any, where: str, waiting: list[Any], opened: list[OpenImage]) ->
     if kind == "image_url":
         opened.append(open_image(_image_url(part.get("image_url"), where)))
         return {"type": "image"}
+    if isinstance(kind, str) and "video" in kind:
+        raise BadParameter(
+            f"{where} is of type {kind!r}: only still pictures are read; send frames as images"
+        )
     shown = kind if isinstance(part, Mapping) else part
     raise BadParameter(f"{where} is of type {shown!r}, not one of text, image, image_url")
 

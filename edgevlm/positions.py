@@ -76,7 +76,7 @@ def rope_rows(positions: NDArray[np.integer[Any]], config: TextConfig) -> tuple[
     """cos and sin, each [n, head_dim / 2] float32, of positions [1, n] or [3, n] (t, h, w).
 
     "mrope": frequencies are cut into `mrope_section`; section i turns by axis i (contiguous, as
-    Qwen2-VL).
+    Qwen2-VL). "mrope_interleaved": axes take turns, t h w t h w ..., and t has the rest (Qwen3-VL).
     """
     frequencies = inverse_frequencies(config.rope, config.head_dim)
     place = positions.astype(np.float32)
@@ -84,9 +84,19 @@ def rope_rows(positions: NDArray[np.integer[Any]], config: TextConfig) -> tuple[
     if config.rope.scheme == "plain" or sections is None or len(positions) == 1:
         angles = place[0, :, None] * frequencies
     else:
-        axis = np.repeat(np.arange(len(sections)) % 3, sections)  # [head_dim / 2]
+        axis = _axis_of_frequency(sections, config.rope.scheme == "mrope_interleaved")
         angles = place.T[:, axis] * frequencies
     return np.cos(angles), np.sin(angles)
+
+
+def _axis_of_frequency(sections: tuple[int, ...], interleaved: bool) -> I64:
+    """[head_dim / 2]: which of t, h, w each frequency turns by."""
+    if not interleaved:
+        return np.repeat(np.arange(len(sections)) % 3, sections)
+    axis = np.zeros(sum(sections), np.int64)
+    for other in (1, 2):
+        axis[other : 3 * sections[other] : 3] = other
+    return axis
 
 
 def plain_positions(length: int) -> I64:
@@ -131,6 +141,27 @@ def vision_rope(grid: Grid, config: VisionConfig) -> tuple[F32, F32]:
     places = _patch_places(grid, config.spatial_merge_size).astype(np.float32)
     angles = (places[:, :, None] * frequencies).reshape(len(places), -1)
     return np.cos(angles), np.sin(angles)
+
+
+def learned_positions(grid: Grid, config: VisionConfig) -> tuple[I64, F32]:
+    """Rows of the learned table around each patch, and their weights: each [num_patches, 4].
+
+    Bilinear with the corners of table and picture on each other (transformers'
+    `get_vision_interpolation_indices_and_weights`), in the order of `pixel_values`.
+    """
+    assert config.num_position_embeddings is not None
+    side = math.isqrt(config.num_position_embeddings)
+    taps, shares = [], []
+    for place, length in zip(
+        _patch_places(grid, config.spatial_merge_size).T, grid[1:], strict=True
+    ):
+        source = place.astype(np.float32) * np.float32(side - 1) / np.float32(max(length - 1, 1))
+        low = np.floor(source)
+        taps.append(np.minimum(np.stack([low, low + 1]).astype(np.int64), side - 1))
+        shares.append(np.stack([1 - (source - low), source - low]))
+    index = taps[0][:, None] * side + taps[1][None]  # [2, 2, num_patches]
+    weight = shares[0][:, None] * shares[1][None]
+    return index.reshape(4, -1).T, weight.astype(np.float32).reshape(4, -1).T
 
 
 def _patch_places(grid: Grid, merge: int) -> I64:

@@ -4,7 +4,7 @@ Knows names, slots and positions; knows no text, no sampling, no address and no 
 
 | call | writes | runs | returns |
 |---|---|---|---|
-| encode_image | pixel_values, vision rope, windows | vision | - (rows of inputs_embeds) |
+| encode_image | pixel_values, rope, windows | vision | - (rows of inputs_embeds, deepstack.N) |
 | prefill | inputs_embeds, position_ids, write_indices | prefill, per chunk | float32 [vocab] |
 | ingest | both of these, piece by piece | vision by stages, prefill by chunks | float32 [vocab] |
 | decode | the same, one row per slot | decode | float32 [slots in the batch, vocab] |
@@ -23,7 +23,7 @@ from PIL import Image
 
 from edgevlm.bundle import EMBEDDING_TABLE, Bundle, embedding_dtype
 from edgevlm.executors.base import Executor
-from edgevlm.positions import Grid, rope_rows, vision_rope, vision_windows
+from edgevlm.positions import Grid, learned_positions, rope_rows, vision_rope, vision_windows
 from edgevlm.preprocess import patchify
 from edgevlm.prompt import Prompt
 from edgevlm.vision_cache import VisionCache
@@ -32,6 +32,8 @@ I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 Piece = Literal["vision", "prefill"]
 CACHE = "vision_cache"
+
+CLEARED = 256  # rows zeroed at a time
 
 
 @dataclass
@@ -61,8 +63,12 @@ class ModelRunner:
         self.executor = executor
         self._plan = manifest.plan
         self._vision_stages = len(manifest.phases.get("vision", ()))
-        rows = [p.shape[0] for p in manifest.plan.placements if p.name == CACHE]
-        self.vision_cache = VisionCache(rows[0] if rows else 0)
+        # Features are kept whole or not at all: each place of theirs has its rows in the cache.
+        places = manifest.feature_placements
+        self._caches = {p: CACHE if p == "inputs_embeds" else f"{CACHE}.{p}" for p in places}
+        rows = {p.name: p.shape[0] for p in manifest.plan.placements}
+        cached = min((rows.get(name, 0) for name in self._caches.values()), default=0)
+        self.vision_cache = VisionCache(cached)
         text = self.model.text
         table = np.memmap(
             bundle.file(EMBEDDING_TABLE),
@@ -76,6 +82,9 @@ class ModelRunner:
         ]
         self._positions = np.zeros(self.limits.slots, np.int64)
         self._lengths = np.zeros(self.limits.slots, np.int64)
+        self._deepstack = [p for p in manifest.feature_placements if p != "inputs_embeds"]
+        self._dirty = np.ones(self.limits.max_seq_len + self.limits.slots, np.bool_)
+        self._clear_deepstack(0, len(self._dirty))
         every = np.arange(self.limits.max_seq_len)
         axes = 1 if text.rope.scheme == "plain" else 3
         self._write_rope(np.broadcast_to(every, (axes, len(every))), 0)
@@ -164,24 +173,28 @@ class ModelRunner:
         for pool in self._plan.pools:
             if pool.name == "kv_cache":
                 used[pool.name] = pool.bytes * tokens // capacity
-            elif pool.name == CACHE:
-                used[pool.name] = self.vision_cache.used * self._plan.placement(CACHE).row_bytes
+            elif pool.name == CACHE and self.vision_cache.rows:
+                row = sum(self._plan.placement(name).row_bytes for name in self._caches.values())
+                used[pool.name] = self.vision_cache.used * row
         return tuple((pool.name, pool.bytes, used.get(pool.name)) for pool in self._plan.pools)
 
     def _from_cache(self, digest: bytes, row: int) -> bool:
-        """A picture that was seen before: its features into inputs_embeds from `row` on."""
+        """A picture that was seen before: its features into their places from `row` on."""
         if not self.vision_cache.rows:
             return False
         kept = self.vision_cache.find(digest)
         if kept is None:
             return False
-        self.executor.copy(CACHE, kept.start, "inputs_embeds", row, kept.length)
+        self._dirty[row : row + kept.length] = True
+        for place, cache in self._caches.items():
+            self.executor.copy(cache, kept.start, place, row, kept.length)
         return True
 
     def _into_cache(self, digest: bytes, row: int, length: int) -> None:
         kept = self.vision_cache.add(digest, length)
         if kept is not None:
-            self.executor.copy("inputs_embeds", row, CACHE, kept.start, length)
+            for place, cache in self._caches.items():
+                self.executor.copy(place, row, cache, kept.start, length)
 
     def _vision_pieces(self, resized: Image.Image, grid: Grid, row: int) -> Iterator[int]:
         """The pixels, then the tower stage by stage; yields how many pieces are left."""
@@ -194,6 +207,10 @@ class ModelRunner:
         cos, sin = vision_rope(grid, vision)
         self.executor.write("vision_cos", cos)
         self.executor.write("vision_sin", sin)
+        if vision.num_position_embeddings is not None:
+            index, weight = learned_positions(grid, vision)
+            self.executor.write("pos_embed_index", index)
+            self.executor.write("pos_embed_weight", weight)
         tokens = patches // vision.spatial_merge_size**2
         dims = {"num_patches": patches, "num_image_tokens": tokens, "image_row": row}
         if vision.window_size is not None:
@@ -203,6 +220,7 @@ class ModelRunner:
             self.executor.write("window_mask", mask)
             self.executor.write("window_position", windows.window_position)
             dims["num_windows"] = len(mask)
+        self._dirty[row : row + tokens] = True
         yield self._vision_stages
         for stage in range(self._vision_stages):
             self.executor.run("vision", stage=stage, **dims)
@@ -280,11 +298,29 @@ class ModelRunner:
         """Gather the embeddings of tokens begin..end, leaving the rows of pictures alone."""
         if image_rows is None or not image_rows[begin:end].any():
             self.executor.write("inputs_embeds", self._embedding[ids[begin:end]], begin)
+            self._clear_deepstack(begin, end)
             return
         edges = np.flatnonzero(np.diff(image_rows[begin:end])) + begin + 1
         for low, high in itertools.pairwise([begin, *edges.tolist(), end]):
             if not image_rows[low]:
                 self.executor.write("inputs_embeds", self._embedding[ids[low:high]], low)
+                self._clear_deepstack(low, high)
+
+    def _clear_deepstack(self, begin: int, end: int) -> None:
+        """Rows of text add nothing: zeros where a picture has been since they were last cleared.
+
+        The rows of decode are cleared at start, and no picture is ever there.
+        """
+        rows = np.flatnonzero(self._dirty[begin:end]) + begin
+        if not len(rows) or not self._deepstack:
+            return
+        low, high = int(rows[0]), int(rows[-1]) + 1
+        zeros = np.zeros((1, self.model.text.hidden_size), self._embedding.dtype)
+        for name in self._deepstack:
+            for at in range(low, high, CLEARED):
+                count = min(CLEARED, high - at)
+                self.executor.write(name, np.broadcast_to(zeros, (count, zeros.shape[1])), at)
+        self._dirty[low:high] = False
 
     def _write_positions(self, positions: NDArray[np.int64], begin: int, end: int) -> None:
         """Point position_ids at the rope rows of tokens begin..end, writing them if need be."""

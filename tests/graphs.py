@@ -39,6 +39,7 @@ TEXT = {
 }
 SPECIAL = {"image_token_id": 151, "vision_start_token_id": 152, "vision_end_token_id": 153}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+MROPE_INTERLEAVED = MROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 3, "embed_dim": 80, "num_heads": 4, "mlp_ratio": 2, "hidden_size": 64},
     "qwen2_5_vl": {
@@ -50,17 +51,28 @@ TOWERS: dict[str, dict[str, Any]] = {
         "window_size": 112,
         "fullatt_block_indexes": [1, 3],
     },
+    "qwen3_vl": {
+        "depth": 4,
+        "hidden_size": 80,
+        "num_heads": 4,
+        "intermediate_size": 100,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0, 2],
+        "num_position_embeddings": 36,
+    },
 }
 
 
 class ModelSource:
     """A transformers model as a `WeightSource`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, config: ModelConfig) -> None:
         self.tensors = {
             canonical_name(name): value.detach().float().numpy()
             for name, value in model.state_dict().items()
         }
+        for ours, at in FAMILIES[config.model_type].stored(config).items():
+            self.tensors[ours] = at.take(self.tensors[at.name])
 
     def names(self) -> list[str]:
         return list(self.tensors)
@@ -83,6 +95,8 @@ def tiny_model(model_type: str, **changes: Any) -> tuple[Any, ModelConfig, Model
     settings = TEXT | changes
     if model_type in TOWERS:
         settings |= {"rope_parameters": MROPE}
+        if model_type == "qwen3_vl":
+            settings |= {"rope_parameters": MROPE_INTERLEAVED, "head_dim": 32}
         config = transformers.AutoConfig.for_model(
             model_type, text_config=settings, vision_config=TOWERS[model_type], **SPECIAL
         )
@@ -99,8 +113,10 @@ def tiny_model(model_type: str, **changes: Any) -> tuple[Any, ModelConfig, Model
                 value.add_(1.0)
     raw = config.to_dict() | {"model_type": model_type}
     preprocessor = PREPROCESSOR if model_type in TOWERS else None
+    if model_type == "qwen3_vl":
+        preprocessor = PREPROCESSOR | {"patch_size": 16}
     ours = FAMILIES[model_type].read_config(raw, {}, preprocessor, (0,))
-    return model, ours, ModelSource(model)
+    return model, ours, ModelSource(model, ours)
 
 
 class Graphs:

@@ -21,7 +21,7 @@ from edgevlm.bundle import TOKENIZER, Bundle
 from edgevlm.chat_template import ChatTemplate
 from edgevlm.executors.host import HostExecutor
 from edgevlm.preprocess import resize_image
-from edgevlm.prompt import Prompt, PromptBuilder
+from edgevlm.prompt import Messages, Prompt, PromptBuilder
 from edgevlm.runner import ModelRunner
 from edgevlm.tokenizer import Tokenizer
 
@@ -51,6 +51,7 @@ TEXT = {
     "bos_token_id": None,
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+MROPE_INTERLEAVED = MROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -70,7 +71,17 @@ TOWERS: dict[str, dict[str, Any]] = {
         "window_size": 56,
         "fullatt_block_indexes": [1, 3],
     },
+    "qwen3_vl": {
+        "depth": 4,
+        "hidden_size": 80,
+        "num_heads": 4,
+        "intermediate_size": 100,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0, 2],
+        "num_position_embeddings": 36,
+    },
 }
+PATCH_SIZES = {"qwen3_vl": 16}  # 14 in the others
 PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "min_pixels": MIN_PIXELS,
@@ -149,6 +160,7 @@ KINDS = {
     "qwen2_vl-hub-tied": Kind("qwen2_vl", tied=True, hub=True),
     "qwen2_5_vl-tied": Kind("qwen2_5_vl", tied=True),
     "qwen2_5_vl-hub": Kind("qwen2_5_vl", tied=False, hub=True),
+    "qwen3_vl": Kind("qwen3_vl", tied=False, text={"head_dim": 32}),
 }
 VISION_KINDS = [name for name, kind in KINDS.items() if kind.model_type in TOWERS]
 
@@ -187,17 +199,26 @@ class Tiny:
         if self.kind.model_type in TOWERS:
             given["mm_token_type_ids"] = (rows == self.model.config.image_token_id).int()
         if pictures:
-            given |= pixels(pictures)
+            given |= self.pixels(pictures)
         return given
 
+    def pixels(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        """pixel_values and image_grid_thw by transformers' Pillow processor."""
+        return pixels(pictures, preprocessor(self.kind))
 
-def pixels(pictures: Sequence[Image.Image]) -> dict[str, Any]:
+
+def preprocessor(kind: Kind) -> dict[str, Any]:
+    """preprocessor_config.json."""
+    return PREPROCESSOR | {"patch_size": PATCH_SIZES.get(kind.model_type, 14)}
+
+
+def pixels(pictures: Sequence[Image.Image], config: dict[str, Any]) -> dict[str, Any]:
     """pixel_values and image_grid_thw by transformers' Pillow processor."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
     )
 
-    settings = {k: v for k, v in PREPROCESSOR.items() if k != "image_processor_type"}
+    settings = {k: v for k, v in config.items() if k != "image_processor_type"}
     processor = Qwen2VLImageProcessorPil(**settings)
     return dict(processor(images=list(pictures), return_tensors="pt"))
 
@@ -216,6 +237,8 @@ def random_model(kind: Kind, seed: int = 7, **changes: Any) -> Any:
         settings["rope_parameters"] = kind.rope
     if kind.model_type in TOWERS:
         settings |= {"rope_parameters": MROPE}
+        if kind.model_type == "qwen3_vl":
+            settings |= {"rope_parameters": MROPE_INTERLEAVED}
         config = transformers.AutoConfig.for_model(
             kind.model_type,
             text_config=settings,
@@ -248,7 +271,7 @@ def save_checkpoint(model: Any, kind: Kind, path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 257}))
     if kind.model_type in TOWERS:
-        (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+        (path / "preprocessor_config.json").write_text(json.dumps(preprocessor(kind)))
     if kind.hub:
         _to_hub_layout(path)
     if kind.publish is not None:
@@ -314,8 +337,8 @@ class TinyModels:
         return Tiny(kind, model, bundle, checkpoint)
 
 
-def make_prompt(tiny: Tiny, text: str, pictures: Sequence[Image.Image] = ()) -> Prompt:
-    """What VLM makes of a question."""
+def make_prompt(tiny: Tiny, text: str | Messages, pictures: Sequence[Image.Image] = ()) -> Prompt:
+    """What VLM makes of a question or of messages."""
     inner = Tokenizer.from_file(tiny.bundle.file(TOKENIZER))
     builder = PromptBuilder(tiny.bundle.manifest.model, inner, ChatTemplate(TEMPLATE, {}))
     return builder.build(text, list(pictures))

@@ -90,9 +90,11 @@ def layer_norm(
 
 
 def activation(g: Graph, name: str, x: str, kind: HiddenAct, dtype: DType) -> str:
-    """silu, quick_gelu or gelu."""
+    """silu, quick_gelu, gelu or gelu by tanh."""
     if kind == "gelu":
         return g.node("Gelu", [x], f"{name}/Gelu")
+    if kind == "gelu_pytorch_tanh":
+        return g.node("Gelu", [x], f"{name}/Gelu", approximate="tanh")
     inner = x
     if kind == "quick_gelu":
         factor = g.constant(np.full(1, 1.702, dtype))

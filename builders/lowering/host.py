@@ -73,8 +73,9 @@ class HostLowering:
 
     def activation(self, g: Graph, name: str, x: str, kind: HiddenAct) -> str:
         """SiLU is QuickGelu with alpha 1."""
-        if kind == "gelu":
-            return g.node("Gelu", [x], name, domain=MICROSOFT)
+        if kind in ("gelu", "gelu_pytorch_tanh"):
+            op = "Gelu" if kind == "gelu" else "FastGelu"
+            return g.node(op, [x], name, domain=MICROSOFT)
         alpha = 1.0 if kind == "silu" else QUICK_GELU_ALPHA
         return g.node("QuickGelu", [x], name, domain=MICROSOFT, alpha=alpha)
 

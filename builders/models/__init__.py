@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from builders.models import internlm2, llama, qwen2, qwen2_5_vl, qwen2_vl, qwen3
+from builders.models import internlm2, llama, qwen2, qwen2_5_vl, qwen2_vl, qwen3, qwen3_vl
 from builders.stored import Stored
 from edgevlm.config import ModelConfig
 from edgevlm.errors import UnsupportedCheckpoint
@@ -39,6 +39,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family("qwen2_vl", qwen2_vl.read_config, qwen2_vl.tensor_shapes),
     "qwen2_5_vl": Family("qwen2_5_vl", qwen2_5_vl.read_config, qwen2_5_vl.tensor_shapes),
     "qwen3": Family("qwen3", qwen3.read_config, qwen3.tensor_shapes),
+    "qwen3_vl": Family("qwen3_vl", qwen3_vl.read_config, qwen3_vl.tensor_shapes, qwen3_vl.stored),
 }
 
 

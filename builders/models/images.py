@@ -9,7 +9,7 @@ from builders.config_reader import ConfigReader
 from edgevlm.config import ImageProcessorConfig, ImageTokens, TextConfig, VisionConfig
 from edgevlm.errors import UnsupportedCheckpoint
 
-# transformers' defaults of Qwen2VLImageProcessor; both families use that class
+# transformers' defaults of Qwen2VLImageProcessor; all the families use that class
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -81,7 +81,7 @@ def read_image_tokens(root: ConfigReader, text: TextConfig) -> ImageTokens:
 
 
 class VisionSizes(TypedDict):
-    """The fields of VisionConfig that both families write alike."""
+    """The fields of VisionConfig that the families write alike."""
 
     depth: int
     num_heads: int
@@ -91,8 +91,8 @@ class VisionSizes(TypedDict):
     spatial_merge_size: int
 
 
-def read_vision_sizes(vision: ConfigReader) -> VisionSizes:
-    """Depth, heads and patch sizes, with transformers' defaults."""
+def read_vision_sizes(vision: ConfigReader, patch_size: int = 14) -> VisionSizes:
+    """Depth, heads and patch sizes, with transformers' defaults (`patch_size` is the family's)."""
     # hub files say in_chans, which transformers ignores in favour of its own in_channels
     channels = vision.int("in_channels", vision.int("in_chans", 3))
     if channels != 3:
@@ -101,7 +101,7 @@ def read_vision_sizes(vision: ConfigReader) -> VisionSizes:
         "depth": vision.int("depth"),
         "num_heads": vision.int("num_heads"),
         "in_channels": channels,
-        "patch_size": vision.int("patch_size", 14),
+        "patch_size": vision.int("patch_size", patch_size),
         "temporal_patch_size": vision.int("temporal_patch_size", 2),
         "spatial_merge_size": vision.int("spatial_merge_size", 2),
     }
@@ -122,7 +122,7 @@ def check_vision(reader: ConfigReader, vision: VisionConfig, text: TextConfig) -
 
 
 def merger_shapes(vision: VisionConfig) -> dict[str, tuple[int, ...]]:
-    """Patch embedding, attention and merger: the tensors that both families have."""
+    """Patch embedding, attention and merger: the tensors that the families all have."""
     width, out = vision.hidden_size, vision.out_hidden_size
     merged = width * vision.spatial_merge_size**2
     patch = (vision.patch_size, vision.patch_size)

@@ -15,10 +15,13 @@ def read_text(
     default_theta: float,
     qk_norm: bool = False,
     default_head_dim: int | None = None,
+    interleaved: bool = False,
+    deepstack: int = 0,
 ) -> TextConfig:
     """The decoder's config from a flat config.json, or from its `text_config` (transformers 5).
 
-    `default_head_dim` None: hidden_size / num_attention_heads.
+    `default_head_dim` None: hidden_size / num_attention_heads. `interleaved`: how the family
+    lays out its mrope_section.
     """
     text = root.section("text_config") if "text_config" in root else root
     text.require("hidden_act", "silu")
@@ -46,17 +49,20 @@ def read_text(
         head_dim=head_dim,
         intermediate_size=text.int("intermediate_size"),
         rms_norm_eps=text.float("rms_norm_eps", 1e-6),
-        rope=read_rope(text, head_dim, default_theta),
+        rope=read_rope(text, head_dim, default_theta, interleaved),
         # transformers 5 writes it at the root, 4.5x wrote it in text_config
         tie_word_embeddings=root.bool("tie_word_embeddings", False)
         or text.bool("tie_word_embeddings", False),
         attention_bias=attention_bias,
         max_position_embeddings=text.int("max_position_embeddings"),
         qk_norm=qk_norm,
+        deepstack=deepstack,
     )
 
 
-def read_rope(text: ConfigReader, head_dim: int, default_theta: float) -> RopeConfig:
+def read_rope(
+    text: ConfigReader, head_dim: int, default_theta: float, interleaved: bool = False
+) -> RopeConfig:
     """`rope_parameters` (transformers 5) or `rope_scaling`; M-RoPE is keyed on mrope_section."""
     key = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
     rope = text.section(key) if key in text else ConfigReader({}, f"{text.where}: {key}")
@@ -68,12 +74,12 @@ def read_rope(text: ConfigReader, head_dim: int, default_theta: float) -> RopeCo
     if section is not None:
         # transformers 4 writes type mrope, 5 writes default; both mean the sections
         rope.require(kind_key, "default", "mrope", default="default")
-        rope.require("mrope_interleaved", False, default=False)
+        rope.require("mrope_interleaved", interleaved, default=interleaved)
         if len(section) != 3 or sum(section) * 2 != head_dim:
             raise rope.mistyped(
                 "mrope_section", list(section), f"three sizes that sum to {head_dim // 2}"
             )
-        return RopeConfig(theta, "mrope", section)
+        return RopeConfig(theta, "mrope_interleaved" if interleaved else "mrope", section)
     if rope.require(kind_key, "default", "llama3", default="default") == "default":
         return RopeConfig(theta)
     scaling = Llama3RopeScaling(
@@ -134,7 +140,7 @@ def text_shapes(text: TextConfig) -> dict[str, tuple[int, ...]]:
 
 def require_mrope(root: ConfigReader, text: TextConfig) -> None:
     """The vision families place image tokens in three dimensions: without sections, refused."""
-    if text.rope.scheme != "mrope":
+    if text.rope.mrope_section is None:
         raise UnsupportedCheckpoint(
             f"{root.where} has no mrope_section in rope_scaling or rope_parameters, "
             f"which {text.model_type} needs; correct the file"

@@ -19,7 +19,9 @@ class Executor(Protocol):
     | pixel_values | [max_patches, patch_dim] | host |
     | vision_cos, vision_sin | [max_patches, vision head_dim / 2] | host |
     | window_index, window_mask, window_position | see builders/tensors.py | host |
+    | pos_embed_index, pos_embed_weight | [max_patches, 4] | host |
     | inputs_embeds | [max_seq_len + slots, hidden_size] | host (text), vision (images) |
+    | deepstack.N | as inputs_embeds | host (zero: text), vision (images) |
     | rope_cos, rope_sin | [rows, head_dim / 2] | host |
     | position_ids | [max(chunk, slots)] rows of rope_cos | host |
     | write_indices | [slots] tokens already in each sequence's cache | host |

@@ -56,11 +56,9 @@ class TensorRTExecutor:
         self._engines: dict[str, Engine] = {}
         self._bindings: dict[Key, Bound] = {}
         self._graphs: dict[Key, Graph] = {}
+        self._features = set(bundle.manifest.feature_placements) | {"inputs_embeds"}
         self._vision_inputs = {
-            spec.placement
-            for stage in self._phases.get("vision", ())
-            for spec in stage.inputs
-            if spec.placement != "inputs_embeds"
+            spec.placement for stage in self._phases.get("vision", ()) for spec in stage.inputs
         }
         self._write_indices = np.zeros(self._limits.slots, np.int64)
         self._vision_pending = False  # the language model's stream has not waited for vision yet
@@ -113,7 +111,7 @@ class TensorRTExecutor:
             if name == "write_indices":
                 self._write_indices[start : start + len(array)] = array
             stream = self._vision if name in self._vision_inputs else self._compute
-            if name == "inputs_embeds":
+            if name in self._features:
                 self._wait_for_vision()  # it may still be writing to these rows
             self._send(stream, placement, array, start)
 

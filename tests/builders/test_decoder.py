@@ -29,6 +29,7 @@ MODELS = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen2_vl": ("qwen2_vl", {}),
     "qwen2_5_vl": ("qwen2_5_vl", {"tie_word_embeddings": True}),
+    "qwen3_vl": ("qwen3_vl", {}),
 }
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -117,7 +118,7 @@ def test_a_follow_up_reuses_the_beginning(qwen2):
     assert_close(found, qwen2.reference(other)[-1])
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_three_dimensional_positions(name, tmp_path):
     case = Case(name, tmp_path)
     ids = case.prompt(22)

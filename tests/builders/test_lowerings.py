@@ -46,7 +46,7 @@ needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt-rtx is not installed"
 )
 RTX = Compiler("tensorrt-rtx", "SM86")
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2", "llama")
 LOWERINGS = {"native": NativeLowering, "classic": ClassicLowering}
 OLD_PARSER = set((Path(__file__).parent / "onnx_ops_tensorrt_10.1.txt").read_text().split())
 MB = 1_000_000
@@ -60,12 +60,15 @@ def model_of(family: str, hidden: int = 64, head_dim: int = 16, vocab: int = 96)
     rope = RopeConfig(1e4, "mrope", section) if vlm else RopeConfig(1e4)
     bias, tied = family.startswith("qwen2"), family != "llama"
     sizes = (vocab, hidden, 2, 4, 2, head_dim, hidden * 2)
-    text = TextConfig(family, *sizes, 1e-6, rope, tied, bias, 4096, family.startswith("qwen3"))
+    three = family == "qwen3_vl"
+    text = TextConfig(family, *sizes, 1e-6, rope, tied, bias, 4096, three, int(three))
     if not vlm:
         return ModelConfig(family, text, GenerationDefaults((1,)))
     act, window, full = ("silu", 56, (1,)) if "5" in family else ("quick_gelu", None, ())
+    act, learned = ("gelu_pytorch_tanh", (64, (0,))) if three else (act, ())
     width = hidden // 2
-    vision = VisionConfig(family, 2, width, 4, width * 2, hidden, act, 3, 14, 2, 2, window, full)
+    sizes = (2, width, 4, width * 2, hidden)
+    vision = VisionConfig(family, *sizes, act, 3, 14, 2, 2, window, full, *learned)
     processor = ImageProcessorConfig(
         "smart_resize", 14, 2, 2, 784, 784 * 64, (0.5,) * 3, (0.5,) * 3
     )
@@ -101,6 +104,7 @@ class Decoder:
         options.log_severity_level = 3  # it warns of a present that is not bound to its past
         self.session = ort.InferenceSession(str(for_onnx_runtime(file.path)), options)
         self.cache = {n: np.zeros(s, d) for n, d, s in cache_shapes(text, limits, "float32")}
+        self.deepstack = [f"deepstack.{n}" for n in range(text.deepstack)]
         rows = np.arange(rope_rows(text, limits))[:, None]
         angles = rows * 1e4 ** (-np.arange(0, text.head_dim, 2) / text.head_dim)
         self.rope = {"rope_cos": np.cos(angles, dtype="f4"), "rope_sin": np.sin(angles, dtype="f4")}
@@ -113,6 +117,7 @@ class Decoder:
             "inputs_embeds": embeds,
             "position_ids": starts[:, None] + np.arange(length),
             "write_indices": starts,
+            **{name: embeds[..., ::-1].copy() for name in self.deepstack},
             **self.rope,
             **{name: np.ascontiguousarray(whole[slots]) for name, whole in self.cache.items()},
         }
@@ -187,7 +192,7 @@ def test_logits_are_the_hosts(tmp_path, family, lowering, weights):
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_image_features_are_the_hosts(tmp_path, family, lowering):
     vision = model_of(family).vision
     source = Loud(model_of(family))
@@ -210,12 +215,16 @@ def test_image_features_are_the_hosts(tmp_path, family, lowering):
             "window_mask": mask.reshape(3, 16),
             "window_position": places[np.argsort(index[places])],
         }
+    if vision.num_position_embeddings is not None:
+        feeds["pos_embed_index"] = random.integers(0, vision.num_position_embeddings, (patches, 4))
+        feeds["pos_embed_weight"] = random.random((patches, 4), dtype=np.float32)
     features = []
     for spelling in (HostLowering(), LOWERINGS[lowering]("float32")):
         path = tmp_path / f"{spelling.name}.onnx"
         vision_graph(spelling, source, vision, path)
-        features.append(ort.InferenceSession(str(path)).run(None, feeds)[0])
-    assert_same(features[1], features[0])
+        features.append(ort.InferenceSession(str(path)).run(None, feeds))
+    for found, expected in zip(*features, strict=True):
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

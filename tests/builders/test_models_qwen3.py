@@ -1,12 +1,15 @@
-"""Configs of qwen3 and internlm2: what is read, what is refused, where tensors lie."""
+"""Configs of qwen3, qwen3_vl and internlm2: what is read, what is refused, where tensors lie."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
 
+from builders.checkpoint import canonical_name
 from builders.models import FAMILIES, family_of
-from edgevlm.config import RopeConfig
+from builders.presets import PRESETS, find_model
+from edgevlm.config import RopeConfig, from_dict, to_dict
 from edgevlm.errors import UnsupportedCheckpoint
 
 QWEN3 = {
@@ -31,6 +34,53 @@ QWEN3 = {
     "tie_word_embeddings": True,
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+QWEN3_VL = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": 151655,
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "attention_bias": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "mrope_interleaved": True,
+            "mrope_section": [24, 20, 20],
+            "rope_type": "default",
+        },
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": True,
+    "video_token_id": 151656,
+    "vision_config": {
+        "deepstack_visual_indexes": [5, 11, 17],
+        "depth": 24,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1024,
+        "in_channels": 3,
+        "intermediate_size": 4096,
+        "model_type": "qwen3_vl",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2560,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
 }
 INTERNLM2 = {
     "architectures": ["InternLM2ForCausalLM"],
@@ -96,6 +146,74 @@ def test_qwen3_tensors_are_those_of_transformers():
 )
 def test_what_qwen3_cannot_have_is_refused(values, words):
     refused(QWEN3 | values, *words)
+
+
+def within(section, **values):
+    return QWEN3_VL | {section: QWEN3_VL[section] | values}
+
+
+def test_qwen3_vl_4b():
+    config = read(QWEN3_VL, PRESETS["qwen3-vl-4b"].preprocessor)
+    assert config == find_model("qwen3-vl-4b").config
+    assert config.text.rope == RopeConfig(5e6, "mrope_interleaved", (24, 20, 20))
+    assert (config.text.deepstack, config.text.qk_norm) == (3, True)
+    assert config.vision.deepstack_visual_indexes == (5, 11, 17)
+    assert (config.vision.num_position_embeddings, config.vision.hidden_act) == (
+        2304, "gelu_pytorch_tanh",
+    )  # fmt: skip
+    processor = config.image_processor
+    assert (processor.patch_size, processor.min_pixels, processor.max_pixels) == (
+        16, 65536, 16777216,
+    )  # fmt: skip
+    assert from_dict(type(config), json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_qwen3_vl_tensors_are_those_of_transformers():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = within("text_config", num_hidden_layers=3)
+    config["vision_config"] = QWEN3_VL["vision_config"] | {
+        "depth": 3, "deepstack_visual_indexes": [2, 0],
+    }  # fmt: skip
+    theirs = transformers.Qwen3VLConfig(**copy.deepcopy(config))
+    assert read(json.loads(json.dumps(theirs.to_dict()))) == read(config)
+    with torch.device("meta"):
+        model = transformers.Qwen3VLForConditionalGeneration(theirs)
+    expected = {canonical_name(n): tuple(p.shape) for n, p in model.state_dict().items()}
+    del expected["lm_head.weight"]
+    family, ours = FAMILIES["qwen3_vl"], read(config)
+    places = family.stored(ours)
+    found = {
+        places[name].name if name in places else name: shape
+        for name, shape in family.tensor_shapes(ours).items()
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "words"),
+    [
+        ("text_config", {"attention_bias": True}, ("attention_bias true",)),
+        ("text_config", {"rope_scaling": None}, ("mrope_section",)),
+        (
+            "text_config",
+            {"rope_scaling": {"mrope_section": [24, 20, 20], "mrope_interleaved": False}},
+            ("mrope_interleaved false", "true"),
+        ),
+        ("vision_config", {"deepstack_visual_indexes": [5, 24]}, ("[5, 24]", "24")),
+        ("vision_config", {"deepstack_visual_indexes": [5, 5]}, ("[5, 5]", "different")),
+        ("vision_config", {"num_position_embeddings": 2300}, ("2300", "square")),
+        ("vision_config", {"hidden_act": "silu"}, ("hidden_act 'silu'",)),
+        ("vision_config", {"rope_parameters": {"rope_theta": 500.0}}, ("rope_theta 500.0",)),
+        ("vision_config", {"out_hidden_size": 2048}, ("2048", "2560")),
+    ],
+)
+def test_what_qwen3_vl_cannot_have_is_refused(section, values, words):
+    refused(within(section, **values), *words)
+
+
+def test_more_features_than_layers_are_refused():
+    refused(within("text_config", num_hidden_layers=2), "deepstack_visual_indexes", "2")
 
 
 def test_dynamic_scaling_never_acts_within_the_context():

@@ -6,7 +6,7 @@ import pytest
 from builders.lowering.host import HostLowering
 from builders.qwen_tower import VisionPart, vision_graph
 from edgevlm.config import Limits
-from edgevlm.positions import vision_rope, vision_windows
+from edgevlm.positions import learned_positions, vision_rope, vision_windows
 from tests.graphs import Graphs, assert_close, tiny_model
 
 torch = pytest.importorskip("torch")
@@ -36,15 +36,19 @@ class Tower:
     def reference(self, pixels, grid):
         with torch.no_grad():
             output = self.hf.model.visual(torch.tensor(pixels), grid_thw=torch.tensor([(1, *grid)]))
-        return output.pooler_output.numpy()
+        deep = getattr(output, "deepstack_features", [])
+        return np.concatenate([output.pooler_output.numpy(), *(part.numpy() for part in deep)])
 
     def features(self, pixels, grid):
-        """image_features [N / 4, H], read from the rows of inputs_embeds they were bound to."""
+        """image_features [N / 4, H] and those of deepstack, from the rows they were bound to."""
         vision, arrays = self.config.vision, self.graphs.arrays
         n, tokens = len(pixels), len(pixels) // 4
         dims = {"num_patches": n, "num_image_tokens": tokens, "image_row": FIRST_ROW}
         arrays["pixel_values"][:n] = pixels
         arrays["vision_cos"][:n], arrays["vision_sin"][:n] = vision_rope((1, *grid), vision)
+        if vision.num_position_embeddings is not None:
+            index, weight = learned_positions((1, *grid), vision)
+            arrays["pos_embed_index"][:n], arrays["pos_embed_weight"][:n] = index, weight
         if vision.window_size is not None:
             windows = vision_windows((1, *grid), vision)
             count = dims["num_windows"] = len(windows.window_mask)
@@ -52,10 +56,11 @@ class Tower:
             arrays["window_mask"][:count] = windows.window_mask
             arrays["window_position"][:n] = windows.window_position
         self.graphs.run(**dims)
-        return arrays["inputs_embeds"][FIRST_ROW : FIRST_ROW + tokens].copy()
+        places = ["inputs_embeds", *(f"deepstack.{i}" for i in range(self.config.text.deepstack))]
+        return np.concatenate([arrays[p][FIRST_ROW : FIRST_ROW + tokens] for p in places])
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def tower(request, tmp_path_factory):
     return Tower(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -73,9 +78,9 @@ def test_nothing_beside_the_image_rows_is_written(tower):
     assert (tower.graphs.arrays["inputs_embeds"][FIRST_ROW + 6 :] == 7).all()
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_stages_are_the_whole(name, tmp_path, tower):
-    depth = {"qwen2_vl": 3, "qwen2_5_vl": 4}[name]
+    depth = {"qwen2_vl": 3}.get(name, 4)
     staged = Tower(name, tmp_path, (VisionPart(0, 1), VisionPart(1, 2), VisionPart(2, depth)))
     pixels = staged.pixels((18, 26))
     assert_close(staged.features(pixels, (18, 26)), staged.reference(pixels, (18, 26)))

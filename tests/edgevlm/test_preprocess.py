@@ -52,6 +52,7 @@ SIZES = [
     (1, 22),
     (257, 27),
 ]
+QWEN3_VL = ImageProcessorConfig("smart_resize", 16, 2, 2, 65536, 1 << 20, (0.5,) * 3, (0.5,) * 3)
 RANDOM = [tuple(pair) for pair in np.random.default_rng(3).integers(1, 700, (6, 2)).tolist()]
 
 
@@ -65,6 +66,19 @@ def test_pixels_equal_transformers(size: tuple[int, int], config: ImageProcessor
     values, grid = pixel_values(image, config)
     assert values.dtype == np.float32
     assert grid == tuple(expected["image_grid_thw"][0]) == image_grid(config, size)
+    assert np.array_equal(values, expected["pixel_values"])
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1000, 5), (333, 517), (1695, 2187)])
+def test_pixels_of_qwen3_vl_equal_transformers(size: tuple[int, int]) -> None:
+    """Patches of 16 pixels, values from -1 to 1, at least 256x256 of them."""
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3,
+        min_pixels=65536, max_pixels=1 << 20,
+    )  # fmt: skip
+    expected = processor(noise(*size), return_tensors="np")
+    values, grid = pixel_values(noise(*size), QWEN3_VL)
+    assert grid == tuple(expected["image_grid_thw"][0])
     assert np.array_equal(values, expected["pixel_values"])
 
 

@@ -243,7 +243,7 @@ def test_an_image_url_brings_its_own_picture(vl: Kit) -> None:
         ([{"role": "user", "content": 3}], "content is 3"),
         ([{"role": "user", "content": []}], "empty list"),
         ([{"role": "user", "content": ["x"]}], "of type 'x'"),
-        ([{"role": "user", "content": [{"type": "video"}]}], "of type 'video', not one of"),
+        ([{"role": "user", "content": [{"type": "video"}]}], "of type .video.: only still"),
         ([{"role": "user", "content": [{"type": "text"}]}], "text is None"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "url is None"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}],

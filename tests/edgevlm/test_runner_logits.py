@@ -17,7 +17,6 @@ from tests.tiny_models import (
     TinyModels,
     assert_close,
     picture,
-    pixels,
     running,
 )
 
@@ -84,7 +83,7 @@ def features(runner: ModelRunner, image: Image.Image, row: int = 0) -> NDArray[n
 
 
 def expected_features(model: Tiny, image: Image.Image) -> NDArray[np.float32]:
-    inputs = pixels([image])
+    inputs = model.pixels([image])
     with torch.no_grad():
         tower = model.model.model.visual
         result = tower(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
